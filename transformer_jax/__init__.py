@@ -1,0 +1,1 @@
+"""The Transformer in JAX, and everything needed to train one."""
