@@ -1,0 +1,1 @@
+"""BERT: pretraining, and everything around it."""

@@ -1,0 +1,26 @@
+"""Settings of a tokenizer, apart from its code so that reading a run file loads no library."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class WordPieceConfig:
+    """BERT's WordPiece: how text is cut, and how a vocabulary is trained."""
+
+    vocab_size: int = 30522
+    vocab_file: str = ""
+    """A vocabulary of one's own (id = line number) instead of a trained one; relative to the file that names it."""
+    lowercase: bool = True
+    strip_accents: bool | None = None
+    """None follows lowercase, as in the 2018 code."""
+    tokenize_chinese_chars: bool = True
+    max_input_chars_per_word: int = 200
+    """A longer word is one [UNK]; 200 as in the 2018 code (Hugging Face's default is 100)."""
+    min_frequency: int = 2
+    limit_alphabet: int = 1000
+    unused_tokens: int = 0
+    """[unusedN] entries kept free for later use."""
+    keep_tokens: tuple[str, ...] = ()
+    """Tokens of one's own that are never split; the five control tokens are always kept."""
