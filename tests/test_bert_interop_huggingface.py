@@ -5,25 +5,26 @@ import pytest
 
 from bert_jax.config import BertConfig
 from bert_jax.interop import huggingface
+from bert_jax.interop.huggingface_names import entries
 from transformer_jax.config import UserError
 
 
 def tiny_config(**changes) -> BertConfig:
-    settings = dict(
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        vocab_size=101,
-        max_position_embeddings=32,
-    )
+    settings = {
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "vocab_size": 101,
+        "max_position_embeddings": 32,
+    }
     return BertConfig(**{**settings, **changes})
 
 
 def random_tensors(config: BertConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """Every published tensor, at random, LayerNorm included."""
     rng = np.random.default_rng(seed)
-    return {e.name: rng.normal(size=e.shape).astype(np.float32) * 0.3 for e in huggingface._entries(config)}
+    return {e.name: rng.normal(size=e.shape).astype(np.float32) * 0.3 for e in entries(config)}
 
 
 def assert_same_tensors(found, expected):
