@@ -1,0 +1,109 @@
+"""Held-out figures of a checkpoint, beside the baselines that they have to beat."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from bert_jax.config import ExamplesConfig
+from bert_jax.data import EvaluationData
+from bert_jax.pretrain import make_engine, open_prepared
+from bert_jax.run_file import config_of
+from transformer_jax import checkpoint, sharding
+from transformer_jax.config import UserError
+from transformer_jax.shards import Shards
+from transformer_jax.tokenizer import WordPiece
+
+
+@dataclasses.dataclass(frozen=True)
+class Baselines:
+    """What knows nothing of context: unigram frequencies of the training part for MLM, the majority for NSP."""
+
+    mlm_loss: float
+    """Mean cross-entropy of the targets, in nats, under (count + 1) / (tokens + vocabulary)."""
+    mlm_accuracy: float
+    """Share of targets that are the most frequent piece of the training part."""
+    nsp_accuracy: float
+    """Share of the more frequent label among the evaluated pairs."""
+
+
+def baselines(evaluation: EvaluationData, token_counts_V: np.ndarray, batch_size: int = 256) -> Baselines:
+    """Fit on the training part's counts [V], score on the very targets that the model is scored on."""
+    log_p_V = np.log((token_counts_V + 1.0) / (token_counts_V.sum() + len(token_counts_V)))
+    loss = hits = count = 0.0
+    labels = np.zeros(2)
+    best = int(np.argmax(token_counts_V))
+    for first in range(0, evaluation.num_rows, batch_size):
+        batch = evaluation.batch(first, batch_size)
+        weights_BP, ids_BP = batch["masked_lm_weights"], batch["masked_lm_ids"]
+        loss -= float(np.sum(weights_BP * log_p_V[ids_BP]))
+        hits += float(np.sum(weights_BP * (ids_BP == best)))
+        count += float(np.sum(weights_BP))
+        labels += np.bincount(batch["next_sentence_labels"].ravel(), batch["next_sentence_weights"].ravel(), minlength=2)[:2]
+    return Baselines(loss / max(count, 1.0), hits / max(count, 1.0), float(labels.max() / max(labels.sum(), 1.0)))
+
+
+def evaluate(checkpoint_name: str, recipe: str | None = None, prepared: str | None = None) -> dict[str, Any]:
+    """MLM and NSP loss and accuracy of a run (or RUN@STEP), with counts and baselines.
+
+    The pairs and masks are fixed, so two checkpoints are scored on the same targets.
+
+    Args:
+      checkpoint_name: a run folder (its newest step that verifies) or RUN@STEP.
+      recipe: a recipe file whose documents are all evaluated, tokenised as the checkpoint says; without it, the
+        held-out part of the run's own prepared data.
+      prepared: where the run's prepared data lies now, if it was moved.
+
+    Returns:
+      step, loss, mlm_loss, mlm_accuracy, nsp_loss, nsp_accuracy, their standard errors, counts n/..., and `baselines`.
+    """
+    step, params, _, meta = checkpoint.read_params(checkpoint_name)
+    config = config_of(meta)
+    if prepared:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, prepared=prepared))
+    training = open_prepared(config, "train")
+    if recipe is None:
+        held_out = open_prepared(config, "heldout")
+        if held_out.tokenizer.digest != meta["tokenizer_digest"]:
+            raise UserError(f"{config.data.prepared}: made with another vocabulary than {checkpoint_name}")
+    else:
+        held_out = _tokenised(recipe, WordPiece.from_files(meta["tokenizer"]), Path(config.data.prepared))
+    if not held_out.num_documents:
+        raise UserError(f"{config.data.prepared}: no document was held out; set `heldout` in the recipe, or give --data RECIPE")
+    evaluation = EvaluationData(held_out, config.examples)
+    engine = make_engine(config, sharding.make_mesh(config.mesh))
+    on_devices = jax.tree.map(jax.device_put, params, engine.shardings.params)
+    scores = engine.evaluate(on_devices, evaluation)
+    assert scores is not None
+    base = baselines(evaluation, training.tokens_by_id())
+    errors = {
+        f"{name}_standard_error": math.sqrt(max(scores[name] * (1 - scores[name]), 0.0) / max(scores[f"n/{count}"], 1.0))
+        for name, count in (("mlm_accuracy", "mlm"), ("nsp_accuracy", "nsp"))
+    }
+    return {"checkpoint": checkpoint_name, "step": step} | scores | errors | {"baselines": dataclasses.asdict(base)}
+
+
+def table(scores: dict[str, Any]) -> str:
+    """The figures for people, each with its count and its baseline."""
+    base = scores["baselines"]
+    rows = [
+        f"held out, step {scores['step']}, fixed masks and pairs",
+        f"{'':22}{'model':>9}  {'baseline':>9}  n",
+        f"{'MLM cross-entropy':22}{scores['mlm_loss']:9.4f}  {base['mlm_loss']:9.4f}  {scores['n/mlm']:.0f} masked pieces"
+        "  (baseline: unigram of the training part; nats)",
+        f"{'MLM accuracy':22}{scores['mlm_accuracy']:9.4f}  {base['mlm_accuracy']:9.4f}  {scores['n/mlm']:.0f}"
+        f"  ({scores['mlm_accuracy'] / max(base['mlm_accuracy'], 1e-9):.2f} times the baseline)",
+    ]
+    if scores["n/nsp"]:
+        rows += [
+            f"{'NSP cross-entropy':22}{scores['nsp_loss']:9.4f}  {math.log(2):9.4f}  {scores['n/nsp']:.0f} pairs"
+            "  (baseline: a fair coin)",
+            f"{'NSP accuracy':22}{scores['nsp_accuracy']:9.4f}  {base['nsp_accuracy']:9.4f}  {scores['n/nsp']:.0f}"
+            f"  (standard error {scores['nsp_accuracy_standard_error']:.4f}; baseline: the majority)",
+        ]
+    return "\n".join(rows)

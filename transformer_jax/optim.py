@@ -1,0 +1,113 @@
+"""Optimizers and schedules.
+
+An optimizer here gives a direction; the training step multiplies it by the learning rate of the global step. So the
+rate is a pure function of the step that is stored with the checkpoint, and a step that is skipped moves it on while the
+moments stay as they are.
+
+    adamw      Adam with bias correction and decoupled weight decay (arXiv 1711.05101)
+    bert_adam  the 2018 BERT code: the same without bias correction, so that with its betas the first step is 3.16
+               times as long
+    lamb       Adam's direction with decay, scaled for each tensor by norm(weights) / norm(direction) (arXiv 1904.00962,
+               algorithm 2). As in the authors' code, tensors that are not decayed are not scaled either. Parameters are
+               kept layer by layer, so the ratio is per layer in the scanned form too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from transformer_jax.config import ConfigError, OptimizerConfig
+
+Params = Any
+Schedule = Callable[[jax.Array | int], jax.Array]
+
+
+class Optimizer(NamedTuple):
+    """`init(params) -> state`; `update(gradients, state, params) -> (direction, state)`; `schedule(step) -> rate`."""
+
+    transformation: optax.GradientTransformation
+    schedule: Schedule
+
+    def init(self, params: Params) -> Any:
+        return self.transformation.init(params)
+
+    def update(self, gradients: Params, state: Any, params: Params) -> tuple[Params, Any]:
+        return self.transformation.update(gradients, state, params)
+
+
+def make(config: OptimizerConfig, total_steps: int) -> Optimizer:
+    """The optimizer that a run file asks for.
+
+    Raises:
+      ConfigError: a warm-up longer than the run, or numbers outside their range.
+    """
+    if not 0 <= config.warmup_steps <= total_steps:
+        raise ConfigError(
+            f"optimizer.warmup_steps is {config.warmup_steps}; it must lie between 0 and train.steps {total_steps}"
+        )
+    for name in ("beta1", "beta2"):
+        if not 0.0 <= getattr(config, name) < 1.0:
+            raise ConfigError(f"optimizer.{name} is {getattr(config, name)}; it must be at least 0 and below 1")
+    for name in ("learning_rate", "epsilon"):
+        if not getattr(config, name) > 0.0:
+            raise ConfigError(f"optimizer.{name} is {getattr(config, name)}; it must be above 0")
+    corrected = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
+    decay = optax.add_decayed_weights(config.weight_decay, mask=decay_mask)
+    chains = {
+        "adamw": lambda: optax.chain(corrected, decay),
+        "bert_adam": lambda: optax.chain(scale_by_uncorrected_adam(config.beta1, config.beta2, config.epsilon), decay),
+        "lamb": lambda: optax.chain(corrected, decay, optax.masked(optax.scale_by_trust_ratio(), decay_mask)),
+    }
+    return Optimizer(chains[config.name](), make_schedule(config, total_steps))
+
+
+def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
+    """The learning rate of step 0, 1, ... (float32), finite and positive for each step of the run.
+
+    With t = step + 1, W warm-up steps and N steps in all: learning_rate * t / W up to t = W, then
+    learning_rate * ((N + 1 - t) / (N + 1 - W)) ** power. So the first step has 1/W of the peak, step W - 1 the peak, the
+    last step a little above zero, and no step is wasted on a rate of 0 (the 2018 code and Hugging Face start with one,
+    so that their step i + 1 has about the rate of our step i).
+    """
+    warmup, peak = config.warmup_steps, config.learning_rate
+    power = {"linear": 1.0, "polynomial": config.power, "constant": 0.0}[config.schedule]
+
+    def schedule(step: jax.Array | int) -> jax.Array:
+        t = jnp.asarray(step, jnp.float32) + 1.0
+        rising = t / max(warmup, 1)
+        left = jnp.clip((total_steps + 1.0 - t) / (total_steps + 1.0 - min(warmup, total_steps)), 0.0, 1.0)
+        return jnp.asarray(peak, jnp.float32) * jnp.where(t <= warmup, rising, left**power)
+
+    return schedule
+
+
+def decay_mask(params: Params) -> Params:
+    """True for what weight decay applies to: all but biases and LayerNorm's scales and biases."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in ("bias", "scale"), params)
+
+
+class UncorrectedAdamState(NamedTuple):
+    mu: Params
+    nu: Params
+
+
+def scale_by_uncorrected_adam(beta1: float, beta2: float, epsilon: float) -> optax.GradientTransformation:
+    """Adam's direction m / (sqrt(v) + epsilon) without bias correction, as in the 2018 BERT code."""
+
+    def init(params: Params) -> UncorrectedAdamState:
+        return UncorrectedAdamState(jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
+
+    def update(
+        gradients: Params, state: UncorrectedAdamState, params: Params | None = None
+    ) -> tuple[Params, UncorrectedAdamState]:
+        del params
+        mu = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.mu, gradients)
+        nu = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * g * g, state.nu, gradients)
+        return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + epsilon), mu, nu), UncorrectedAdamState(mu, nu)
+
+    return optax.GradientTransformation(init, update)

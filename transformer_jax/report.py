@@ -1,0 +1,198 @@
+"""What a run says of itself: the console, `metrics.jsonl`, TensorBoard, `log.txt`.
+
+One Reporter lives as long as the run. On a terminal it draws a progress bar; piped, it prints plain lines. Everything
+goes to standard error: results, which go to standard output, are the commands' business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from tensorboardX import SummaryWriter
+
+# Peak bfloat16 FLOP/s of one device, by what JAX calls it (vendors' data sheets; v2 and v3 count cores, 7x halves).
+PEAK_FLOPS = {
+    "TPU v2": 22.5e12,
+    "TPU v3": 61.5e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU7x": 1153e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+}
+
+
+def peak_flops() -> float | None:
+    """Peak bfloat16 FLOP/s of all devices of the run, or None where the device is not in the table (a CPU)."""
+    each = PEAK_FLOPS.get(jax.devices()[0].device_kind)
+    return None if each is None else each * jax.device_count()
+
+
+class Reporter:
+    """Collects a run's numbers between two log lines and writes them.
+
+    Args:
+      run_dir: the run folder; only process 0 writes into it.
+      total_steps: for progress and the time left.
+      log_every: steps between log lines.
+      first_step: the step the run goes on from; records of later steps, from before a stop, are taken out.
+    """
+
+    def __init__(self, run_dir: Path, total_steps: int, log_every: int, first_step: int = 0):
+        self.run_dir, self.total_steps, self.log_every = run_dir, total_steps, max(log_every, 1)
+        self.writes = jax.process_index() == 0
+        self.peak = peak_flops()
+        self.console = Console(stderr=True)
+        self._progress: Progress | None = None
+        if self.writes:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            drop_records_after(run_dir / "metrics.jsonl", first_step)
+            self._records = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+            self._log = (run_dir / "log.txt").open("a", encoding="utf-8")
+            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
+            if self.console.is_terminal:
+                self._progress = Progress(
+                    TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(),
+                    console=self.console,
+                )  # fmt: skip
+                self._bar = self._progress.add_task("training", total=total_steps, completed=first_step)
+                self._progress.start()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._since = time.perf_counter()
+        self._steps, self._tokens, self._flops, self._waited = 0, 0.0, 0.0, 0.0
+        self._aside: dict[str, float] = {}
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Time that is not training (evaluation, saving): kept out of the rates and recorded under its own name."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._aside[what] = self._aside.get(what, 0.0) + time.perf_counter() - start
+
+    def step(self, step: int, values: dict[str, float], flops: float, waited: float) -> None:
+        """One training step's means, its model FLOPs, and the seconds that the loop waited for its batch."""
+        self._steps += 1
+        self._tokens += values.get("n/tokens", 0.0)
+        self._flops += flops
+        self._waited += waited
+        if self._progress is not None:
+            self._progress.update(self._bar, completed=step)
+        if step % self.log_every and step != self.total_steps and step != 1:
+            return
+        aside = sum(self._aside.values())
+        seconds = max(time.perf_counter() - self._since - aside, 1e-9)
+        record: dict[str, Any] = {"step": step, "split": "train"} | values
+        if slots := values.get("n/slots"):
+            record["fill"] = values["n/tokens"] / slots
+        record |= {
+            "tokens_per_second": self._tokens / seconds,
+            "steps_per_second": self._steps / seconds,
+            "input_wait_seconds": self._waited,
+            "seconds": seconds,
+        }
+        record |= {f"{name}_seconds": value for name, value in self._aside.items()}
+        if self.peak is not None:
+            record["mfu"] = self._flops / seconds / self.peak
+        self._write(record)
+        left = (self.total_steps - step) * seconds / self._steps
+        shown = "  ".join(f"{k} {record[k]:.4g}" for k in _shown(record))
+        self.line(f"step {step}/{self.total_steps}  {shown}  {record['tokens_per_second']:,.0f} tokens/s  {_clock(left)} left")
+        self._reset()
+
+    def evaluation(self, step: int, values: dict[str, float]) -> None:
+        """Means over the whole evaluation set, with their counts."""
+        self._write({"step": step, "split": "heldout"} | values)
+        shown = "  ".join(f"{k} {v:.4g}" for k, v in values.items() if not k.startswith("n/"))
+        counts = "  ".join(f"{k} {v:.0f}" for k, v in values.items() if k.startswith("n/"))
+        self.line(f"step {step}  held out: {shown}  ({counts})")
+
+    def line(self, text: str) -> None:
+        """A line for people, on standard error and in log.txt."""
+        if not self.writes:
+            return
+        self._log.write(time.strftime("%Y-%m-%d %H:%M:%S ") + text + "\n")
+        self._log.flush()
+        if self._progress is not None:
+            self.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if not self.writes or self._records.closed:
+            return
+        if self._progress is not None:
+            self._progress.stop()
+        self._records.close()
+        self._log.close()
+        self._board.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if not self.writes:
+            return
+        self._records.write(json.dumps(record) + "\n")
+        self._records.flush()
+        for key, value in record.items():
+            if isinstance(value, float):
+                self._board.add_scalar(f"{record['split']}/{key}", value, record["step"])
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl; a last line cut off by a kill is left out."""
+    records = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                records.append(json.loads(line))
+    return records
+
+
+def drop_records_after(path: Path, step: int) -> None:
+    """Take out records of steps that a resumed run makes again, so that each step has one record."""
+    records = read_records(path)
+    if path.exists():
+        kept = [json.dumps(r) + "\n" for r in records if r["step"] <= step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.replace(path)
+
+
+def quiet_libraries() -> None:
+    """Keep libraries' informational messages out of the user's terminal; warnings and errors stay."""
+    for name in ("jax", "absl", "orbax", "tensorboardX"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _shown(record: dict[str, Any]) -> list[str]:
+    names = [k for k in record if k.endswith(("loss", "accuracy"))]
+    return names + [k for k in ("learning_rate", "gradient_norm", "mfu") if k in record]
+
+
+def _clock(seconds: float) -> str:
+    whole = int(seconds)
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{whole % 60:02d}s"

@@ -1,0 +1,153 @@
+"""Where arrays live: the mesh, and the one table from logical axes to mesh axes.
+
+A model names each parameter's axes ("embed", "mlp", ...) beside its shape; the table below says what a mesh makes of
+them. The presets differ in nothing but this table. Batches are always split by rows over `data` and `fsdp`.
+
+    logical axis   length                 data_parallel   fsdp     fsdp_tensor
+    embed          hidden size            -               fsdp     fsdp
+    heads          heads x head size      -               -        tensor
+    mlp            feed-forward size      -               -        tensor
+    vocab          padded vocabulary      -               -        tensor
+    all others                            -               -        -
+
+Optimizer moments are sharded further: their `embed` axis is also split over `data` (ZeRO-1), in every preset, since
+each device needs only its own part of them. An axis that a mesh dimension does not divide stays whole.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from transformer_jax.config import ConfigError, MeshConfig
+
+AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+
+PARAMETER_RULES: dict[str, dict[str, tuple[str, ...]]] = {
+    "data_parallel": {},
+    "fsdp": {"embed": ("fsdp",)},
+    "fsdp_tensor": {"embed": ("fsdp",), "heads": ("tensor",), "mlp": ("tensor",), "vocab": ("tensor",)},
+}
+
+
+def moment_rules(preset: str) -> dict[str, tuple[str, ...]]:
+    """The rules for optimizer moments: as the parameters', and `embed` over `data` as well (ZeRO-1)."""
+    rules = dict(PARAMETER_RULES[preset])
+    return {**rules, "embed": ("data", *rules.get("embed", ()))}
+
+
+def mesh_shape(config: MeshConfig, device_count: int) -> tuple[int, int, int]:
+    """The sizes of the axes `data`, `fsdp`, `tensor`; one of them may be -1, which takes what is left.
+
+    Raises:
+      ConfigError: if the sizes do not multiply to the number of devices.
+    """
+    sizes = [config.data, config.fsdp, config.tensor]
+    known = math.prod(s for s in sizes if s != -1)
+    if sizes.count(-1) > 1 or any(s < 1 and s != -1 for s in sizes):
+        raise ConfigError(
+            f"mesh is data={sizes[0]}, fsdp={sizes[1]}, tensor={sizes[2]}; at most one may be -1, the rest positive"
+        )
+    if device_count % known or (-1 not in sizes and known != device_count):
+        raise ConfigError(
+            f"mesh data={sizes[0]}, fsdp={sizes[1]}, tensor={sizes[2]} asks for {known} devices "
+            f"{'or a multiple' if -1 in sizes else ''}, and there are {device_count}; change [mesh], or the number of devices"
+        )
+    data, fsdp, tensor = (device_count // known if s == -1 else s for s in sizes)
+    return data, fsdp, tensor
+
+
+def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
+    """A mesh over `devices` (all of them by default); with several TPU slices, `data` spans the slices.
+
+    The axes are Auto: the partitioner decides between the places where shardings are given.
+    """
+    devices = list(jax.devices()) if devices is None else devices
+    shape = mesh_shape(config, len(devices))
+    if config.slices > 1:
+        if shape[0] % config.slices:
+            raise ConfigError(f"mesh.data is {shape[0]}; it must be a multiple of mesh.slices {config.slices}")
+        inner = (shape[0] // config.slices, *shape[1:])
+        grid = mesh_utils.create_hybrid_device_mesh(
+            inner, (config.slices, 1, 1), devices, allow_split_physical_axes=True
+        )
+    else:
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def spec(
+    shape: tuple[int, ...], names: tuple[str | None, ...], rules: dict[str, tuple[str, ...]], mesh: Mesh
+) -> PartitionSpec:
+    """The partition of one array: each logical axis by the rules, where the mesh divides it and is not used up."""
+    used: set[str] = set()
+    out: list[Any] = []
+    for size, name in zip(shape, names, strict=True):
+        axes = tuple(a for a in rules.get(name or "", ()) if a not in used and mesh.shape[a] > 1)
+        while axes and size % math.prod(mesh.shape[a] for a in axes):
+            axes = axes[:-1]
+        used.update(axes)
+        out.append(axes[0] if len(axes) == 1 else (axes or None))
+    return PartitionSpec(*out)
+
+
+def tree_shardings(boxed: Any, rules: dict[str, tuple[str, ...]], mesh: Mesh) -> Any:
+    """Shardings for a tree of abstract parameters boxed with their logical axes (`jax.eval_shape` of a model's init)."""
+
+    def one(box: Any) -> NamedSharding:
+        if isinstance(box, nn.LogicallyPartitioned):
+            return NamedSharding(mesh, spec(box.value.shape, box.names, rules, mesh))
+        return replicated(mesh)
+
+    return jax.tree.map(one, boxed, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
+
+
+def unbox(tree: Any) -> Any:
+    """The plain nested dictionary of arrays: logical axis names taken off."""
+    return nn.meta.unbox(tree)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over `data` and `fsdp`, everything else whole."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def batch_devices(mesh: Mesh) -> int:
+    """The number of parts into which a batch's rows are split."""
+    return math.prod(mesh.shape[a] for a in BATCH_AXES)
+
+
+def check_batch(batch_size: int, accumulate: int, mesh: Mesh, key: str = "train.batch_size") -> None:
+    """Refuse a batch that does not divide, naming both numbers, before anything is compiled."""
+    parts = batch_devices(mesh) * accumulate
+    if batch_size % parts:
+        raise ConfigError(
+            f"{key} is {batch_size} rows over all devices; it must be a multiple of {parts} "
+            f"({batch_devices(mesh)} devices that share the rows x {accumulate} accumulation parts); "
+            f"the nearest are {batch_size // parts * parts or parts} and {(batch_size // parts + 1) * parts}"
+        )
+
+
+def host_rows(batch_size: int) -> tuple[int, int]:
+    """First row and number of rows of a global batch that this process makes."""
+    share = batch_size // jax.process_count()
+    return jax.process_index() * share, share
+
+
+def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """This process's rows as global arrays, split over the mesh by rows. Returns at once; the copy goes on behind."""
+    sharding = batch_sharding(mesh)
+    if jax.process_count() == 1:
+        return {k: jax.device_put(v, sharding) for k, v in batch.items()}
+    return {k: jax.make_array_from_process_local_data(sharding, v) for k, v in batch.items()}

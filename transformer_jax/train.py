@@ -1,0 +1,368 @@
+"""The engine: the train step, evaluation, and the loop. It knows no task.
+
+A task hands it `init`, `counts`, `loss_fn` and `flops` (see `Task`); data hands it batches by row number. From disk to
+loss there are four hops: main -> train -> task -> model.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from transformer_jax import optim, sharding
+from transformer_jax.checkpoint import Checkpoints
+from transformer_jax.config import ConfigError, TrainConfig, UserError
+from transformer_jax.inputs import prefetch
+from transformer_jax.optim import Optimizer
+from transformer_jax.report import Reporter
+from transformer_jax.signals import StopSignal
+
+Params = Any
+Batch = dict[str, jax.Array]
+Sums = dict[str, jax.Array]
+
+
+class Task(Protocol):
+    """What the engine asks of a task. Losses are sums; the engine divides by the counts of the whole global batch."""
+
+    losses: tuple[str, ...]
+    """Keys of `counts` and of the sums: the loss is the sum over them of sum / count."""
+
+    def init(self, key: jax.Array) -> Params:
+        """Fresh float32 parameters, boxed with their logical axes."""
+        ...
+
+    def counts(self, batch: Batch) -> Sums:
+        """What each sum is divided by, from the batch alone (float32 scalars), and what `flops` needs."""
+        ...
+
+    def loss_fn(self, params: Params, batch: Batch, key: jax.Array | None) -> tuple[Sums, Sums]:
+        """Float32 sums and counts over the batch; `key` is for dropout, None switches it off."""
+        ...
+
+    def flops(self, counts: dict[str, float]) -> float:
+        """Model FLOPs of a training step with these counts: matrix products, real tokens, no recomputation."""
+        ...
+
+
+class Data(Protocol):
+    """An endless stream of rows; a batch is a pure function of the data's fingerprint, the seed and the row number."""
+
+    fingerprint: str
+
+    def batch(self, first_row: int, count: int, offset: int = 0) -> dict[str, np.ndarray]:
+        """Rows first_row .. first_row + count; `row_ids` count from `offset`."""
+        ...
+
+    def position(self, row: int) -> dict[str, int]:
+        """Where in its epoch a row lies, for the checkpoint and the log."""
+        ...
+
+
+class Evaluation(Protocol):
+    """A fixed list of rows; past its end come filler rows that count nothing."""
+
+    num_rows: int
+
+    def batch(self, first_row: int, count: int, offset: int = 0) -> dict[str, np.ndarray]: ...
+
+
+class TrainState(NamedTuple):
+    """All that a step changes. The step, and with it the data and the learning rate, moves on even when it is skipped."""
+
+    step: jax.Array
+    params: Params
+    opt_state: Any
+    nonfinite_total: jax.Array
+    """Steps skipped because a gradient was not finite ..."""
+    nonfinite_in_row: jax.Array
+    """... and how many of them were the latest ones."""
+
+
+def init_state(task: Task, optimizer: Optimizer, key: jax.Array) -> TrainState:
+    """The state before the first step, parameters boxed with their logical axes."""
+    params = task.init(key)
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(zero, params, optimizer.init(sharding.unbox(params)), zero, zero)
+
+
+def train_step(
+    state: TrainState, batch: Batch, key: jax.Array, *, task: Task, optimizer: Optimizer, accumulate: int, clip_norm: float
+) -> tuple[TrainState, Sums]:
+    """One step: gradients of the global mean loss, clipped, applied unless one of them is not finite."""
+    counts = task.counts(batch)
+    dropout_key = jax.random.fold_in(key, state.step)
+
+    def loss_fn(params: Params, part: Batch) -> tuple[jax.Array, Sums]:
+        sums, _ = task.loss_fn(params, part, dropout_key)
+        return sum_of_means(sums, counts, task.losses), sums
+
+    grads, sums = gradients(loss_fn, state.params, batch, accumulate)
+    norm = optax.global_norm(grads)
+    finite = jnp.isfinite(norm)
+    scale = jnp.where(norm > clip_norm, clip_norm / norm, 1.0) if clip_norm > 0 else jnp.ones((), norm.dtype)
+    direction, opt_state = optimizer.update(jax.tree.map(lambda g: g * scale, grads), state.opt_state, state.params)
+    rate = optimizer.schedule(state.step)
+    params = jax.tree.map(lambda p, d: p - rate.astype(p.dtype) * d, state.params, direction)
+
+    def keep(new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+    skipped = 1 - finite.astype(jnp.int32)
+    new_state = TrainState(
+        state.step + 1,
+        keep(params, state.params),
+        keep(opt_state, state.opt_state),
+        state.nonfinite_total + skipped,
+        (state.nonfinite_in_row + 1) * skipped,
+    )
+    metrics = {f"sum/{k}": v for k, v in sums.items()} | {f"count/{k}": v for k, v in counts.items()}
+    progress = {"nonfinite_total": new_state.nonfinite_total, "nonfinite_in_row": new_state.nonfinite_in_row}
+    return new_state, metrics | {"learning_rate": rate, "gradient_norm": norm} | progress
+
+
+def gradients(
+    loss_fn: Callable[[Params, Batch], tuple[jax.Array, Sums]], params: Params, batch: Batch, parts: int
+) -> tuple[Params, Sums]:
+    """Gradients and sums over the batch, taken in `parts` equal parts of which only one is in memory at a time.
+
+    Part j holds rows j, j + parts, ...: each device's rows stay on that device. Rows carry their index in the global
+    batch, so dropout does not depend on the cut.
+    """
+    grad_fn = jax.grad(loss_fn, has_aux=True)
+    if parts == 1:
+        return grad_fn(params, batch)
+    split = jax.tree.map(lambda x: x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1), batch)
+    shapes = jax.eval_shape(grad_fn, params, jax.tree.map(lambda x: x[0], split))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    def body(total: Any, part: Batch) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, grad_fn(params, part)), None
+
+    return jax.lax.scan(body, zeros, split)[0]
+
+
+def sum_of_means(sums: Sums, counts: Sums, losses: tuple[str, ...]) -> jax.Array:
+    """The loss: one global sum over one global count for each term; a term that counts nothing is 0."""
+    terms = [sums[k] / jnp.maximum(counts[k], 1.0) for k in losses]
+    return functools.reduce(jnp.add, terms)
+
+
+class Engine:
+    """A task compiled for a mesh: sharded state, the jitted steps, and where batches go."""
+
+    def __init__(self, task: Task, optimizer: Optimizer, config: TrainConfig, mesh: Mesh, preset: str, clip_norm: float):
+        self.task, self.optimizer, self.config, self.mesh = task, optimizer, config, mesh
+        sharding.check_batch(config.batch_size, config.accumulate, mesh)
+        self.eval_batch_size = config.eval_batch_size or config.batch_size
+        sharding.check_batch(self.eval_batch_size, 1, mesh, "train.eval_batch_size")
+        root = jax.random.key(config.seed)
+        self.init_key, self.dropout_key = jax.random.split(root)
+        boxed = jax.eval_shape(lambda key: init_state(task, optimizer, key), self.init_key)
+        self.shardings = state_shardings(boxed, optimizer, mesh, preset)
+        self.abstract_state = jax.tree.map(
+            lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh), sharding.unbox(boxed), self.shardings
+        )
+        step = functools.partial(
+            train_step, task=task, optimizer=optimizer, accumulate=config.accumulate, clip_norm=clip_norm
+        )
+        rows, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
+        self.train_step = jax.jit(
+            step, in_shardings=(self.shardings, rows, whole), out_shardings=(self.shardings, whole), donate_argnums=0
+        )
+
+        def evaluate(params: Params, batch: Batch) -> Sums:
+            sums, counts = task.loss_fn(params, batch, None)
+            return {f"sum/{k}": v for k, v in sums.items()} | {f"count/{k}": v for k, v in counts.items()}
+
+        self.eval_step = jax.jit(evaluate, in_shardings=(self.shardings.params, rows), out_shardings=whole)
+
+    def init(self) -> TrainState:
+        """A fresh state, born sharded: no device ever holds the whole of it unless the mesh says so."""
+        build = lambda key: sharding.unbox(init_state(self.task, self.optimizer, key))  # noqa: E731
+        with jax.set_mesh(self.mesh):
+            return jax.jit(build, out_shardings=self.shardings)(self.init_key)
+
+    def put(self, batch: dict[str, np.ndarray]) -> Batch:
+        return sharding.put_batch(batch, self.mesh)
+
+    def evaluate(self, params: Params, data: Evaluation, stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
+        """Sums and counts over every row of `data`, each exactly once; None if `stop` asked to leave half-way.
+
+        Sums are added up in float64 on the host, so the figure does not depend on the batch size beyond rounding.
+        """
+        total: dict[str, float] = {}
+        offset, share = sharding.host_rows(self.eval_batch_size)
+        pending: Sums | None = None
+
+        def collect(sums: Sums | None) -> None:
+            for key, value in (jax.device_get(sums) if sums is not None else {}).items():
+                total[key] = total.get(key, 0.0) + float(value)
+
+        with jax.set_mesh(self.mesh):
+            for first in range(0, data.num_rows, self.eval_batch_size):
+                if stop():
+                    return None
+                batch = self.put(data.batch(first + offset, share, offset))
+                sums = self.eval_step(params, batch)
+                collect(pending)
+                pending = sums
+        collect(pending)
+        return means(total, self.task.losses)
+
+
+def state_shardings(boxed: TrainState, optimizer: Optimizer, mesh: Mesh, preset: str) -> TrainState:
+    """A sharding for each leaf of the state: parameters by the preset's rules, moments split further (ZeRO-1)."""
+    whole = sharding.replicated(mesh)
+    params = sharding.tree_shardings(boxed.params, sharding.PARAMETER_RULES[preset], mesh)
+    moments = sharding.tree_shardings(boxed.params, sharding.moment_rules(preset), mesh)
+    opt_state = optax.tree_utils.tree_map_params(
+        optimizer.transformation, lambda _, s: s, boxed.opt_state, moments, transform_non_params=lambda _: whole
+    )
+    return TrainState(whole, params, opt_state, whole, whole)
+
+
+def means(totals: dict[str, float], losses: tuple[str, ...]) -> dict[str, float]:
+    """Each sum over its count, `loss` as the total over `losses`, and each count as `n/NAME`.
+
+    A sum's count is the one that its name begins with: `mlm` and `mlm_accuracy` are both divided by the count `mlm`.
+    """
+    out: dict[str, float] = {}
+    for key, value in totals.items():
+        kind, name = key.split("/", 1) if "/" in key else ("", key)
+        if kind == "sum":
+            mean = value / max(totals[f"count/{name.split('_')[0]}"], 1.0)
+            out[f"{name}_loss" if name in losses else name] = mean
+        elif kind == "count":
+            out[f"n/{name}"] = value
+        else:
+            out[name] = value
+    return {"loss": sum(out[f"{k}_loss"] for k in losses)} | out
+
+
+class RunResult(NamedTuple):
+    state: TrainState
+    evaluation: dict[str, float] | None
+    interrupted: bool
+
+
+def train(
+    engine: Engine,
+    state: TrainState,
+    data: Data,
+    evaluation: Evaluation | None,
+    checkpoints: Checkpoints,
+    meta: dict[str, Any],
+    reporter: Reporter,
+    *,
+    save_every: int,
+    stop: StopSignal,
+    phase_start: int = 0,
+    on_step: Callable[[int, dict[str, float]], None] = lambda step, values: None,
+) -> RunResult:
+    """Train from `state` to the last step, or until a signal asks to stop; save, evaluate and report on the way.
+
+    Args:
+      save_every: steps between checkpoints; the last step is always saved.
+      phase_start: the step at which this phase's data begins; not 0 where the schedule goes on from another phase.
+
+    Raises:
+      UserError: `max_nonfinite_steps` steps in a row had a gradient that was not finite.
+    """
+    config = engine.config
+    first = int(jax.device_get(state.step))
+    last_saved = first if first else -1
+    last_evaluation: dict[str, float] | None = None
+    interrupted = False
+
+    # Each host makes its own rows of the global batch, a few batches ahead of the device.
+    offset, share = sharding.host_rows(config.batch_size)
+
+    def make(step: int) -> dict[str, np.ndarray]:
+        return data.batch((step - phase_start) * config.batch_size + offset, share, offset)
+
+    batches = prefetch(make, first, config.steps, config.prefetch, engine.put)
+
+    def save(step: int, state: TrainState, metric: float | None) -> None:
+        rows = (step - phase_start) * config.batch_size
+        position = {"rows": rows, "phase_start": phase_start, "batch_size": config.batch_size, "seed": config.seed}
+        position |= data.position(rows)
+        checkpoints.save(step, state._asdict(), position | {"fingerprint": data.fingerprint}, meta, metric)
+
+    def finish(step: int, metrics: Sums) -> None:
+        """Read a step's metrics (the next step is already dispatched) and report them."""
+        values = {k: float(v) for k, v in jax.device_get(metrics).items()}
+        if values["nonfinite_in_row"] >= config.max_nonfinite_steps:
+            raise UserError(
+                f"step {step}: {int(values['nonfinite_in_row'])} steps in a row had a gradient that was not finite "
+                f"(train.max_nonfinite_steps is {config.max_nonfinite_steps}), so the run stops; the newest checkpoint is "
+                f"from before. Lower optimizer.learning_rate, lengthen the warm-up, or use model.dtype float32"
+            )
+        averaged = means(values, engine.task.losses)
+        reporter.step(step, averaged, engine.task.flops(values_of(values)), waited=batches.waited_seconds())
+        on_step(step, averaged)
+
+    pending: tuple[int, Sums] | None = None
+    try:
+        with jax.set_mesh(engine.mesh):
+            for step, batch in zip(range(first + 1, config.steps + 1), batches, strict=False):
+                state, metrics = engine.train_step(state, batch, engine.dropout_key)
+                # Step n's numbers are fetched only now that step n + 1 runs: the host never holds up the device.
+                if pending is not None:
+                    finish(*pending)
+                pending = (step, metrics)
+                is_last = step == config.steps
+                metric = None
+                if evaluation is not None and (is_last or (config.eval_every and step % config.eval_every == 0)):
+                    finish(*pending)
+                    pending = None
+                    with reporter.timed("evaluation"):
+                        last_evaluation = engine.evaluate(state.params, evaluation, stop)
+                    if last_evaluation is not None:
+                        reporter.evaluation(step, last_evaluation)
+                        metric = last_evaluation["loss"]
+                interrupted = stop()
+                if is_last or interrupted or (save_every and step % save_every == 0):
+                    with reporter.timed("saving"):
+                        save(step, state, metric)
+                    last_saved = step
+                if interrupted:
+                    break
+            if pending is not None:
+                finish(*pending)
+        with reporter.timed("saving"):
+            checkpoints.wait()
+    finally:
+        batches.close()
+    if interrupted:
+        reporter.line(f"{stop.name} received: saved step {last_saved} and stopping; the same command goes on from there")
+    return RunResult(state, last_evaluation, interrupted and last_saved < config.steps)
+
+
+def values_of(values: dict[str, float]) -> dict[str, float]:
+    """The counts among a step's metrics, by their own names."""
+    return {k.removeprefix("count/"): v for k, v in values.items() if k.startswith("count/")}
+
+
+def start_step(stored: dict[str, Any], config: TrainConfig) -> int:
+    """The step at which a run goes on: examples are what is counted, so a changed batch size goes on from their number.
+
+    Raises:
+      ConfigError: if the new batch size does not divide the rows already seen.
+    """
+    rows = int(stored["rows"])
+    if rows % config.batch_size:
+        raise ConfigError(
+            f"{rows} rows were seen with train.batch_size {stored['batch_size']}; the new train.batch_size "
+            f"{config.batch_size} does not divide that, so no step starts there; use a divisor of {rows}"
+        )
+    return int(stored["phase_start"]) + rows // config.batch_size
