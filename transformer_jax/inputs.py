@@ -108,7 +108,13 @@ def pack(
     index_type = np.uint32 if n < 1 << 32 else np.int64
     if not n:
         return Packing(np.zeros(1, np.int64), np.zeros(0, index_type))
-    if lengths.min() < 1 or lengths.max() > row_length or costs.min() < 0 or costs.max() > max_cost or max_sequences < 1:
+    if (
+        lengths.min() < 1
+        or lengths.max() > row_length
+        or costs.min() < 0
+        or costs.max() > max_cost
+        or max_sequences < 1
+    ):
         raise ValueError(
             f"sequences of 1 to {row_length} tokens and cost up to {max_cost} are allowed; found lengths "
             f"{lengths.min()} to {lengths.max()} and costs {costs.min()} to {costs.max()}"

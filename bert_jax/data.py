@@ -1,0 +1,533 @@
+"""From prepared shards to the batches of pretraining and evaluation.
+
+Training reads one endless stream of rows: the rows of epoch 0, then those of epoch 1, and so on. A batch is a pure
+function of the shards' fingerprint, the settings, the seed and the number of its first row, so resuming takes one
+number, and hosts read their own rows of the global batch without speaking to each other. `data/README.md` states the
+contract of a batch.
+
+An epoch has a plan: its pairs, and which pairs share a row. Plans are made when first needed (the next one ahead, in a
+thread) and kept in a cache on disk with the digests of what they depend on and of what they hold.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bert_jax import examples
+from bert_jax.config import ExamplesConfig
+from bert_jax.examples import PairPlan
+from transformer_jax import inputs
+from transformer_jax.config import ConfigError, UserError
+from transformer_jax.inputs import Packing, bits, derive_key
+from transformer_jax.shards import Shards
+
+VERSION = 1
+"""Goes into every fingerprint; raised when the same settings would give other batches."""
+PLAN_AHEAD = 0.9
+"""Share of an epoch after which the next epoch's plan is made in the background."""
+LAST_PLANS = 3
+"""Plans held at once: the current one, the next, and the one before for a batch that straddles."""
+
+Batch = dict[str, np.ndarray]
+
+
+class Plan(NamedTuple):
+    """The pairs of one draw and their rows."""
+
+    pairs: PairPlan
+    packing: Packing
+
+
+def make_plan(shards: Shards, config: ExamplesConfig, seed: int, draw: int) -> Plan:
+    """Draw pairs from the whole split and pack them into rows.
+
+    Raises:
+      UserError: no example comes out of the split, or the sentence task cannot be done with it.
+    """
+    pairs = examples.plan_pairs(
+        derive_key(seed, "pairs", draw),
+        shards.document_offsets,
+        shards.sentence_offsets,
+        shards.document_sources,
+        shards.document_hashes,
+        config,
+        shards.gather,
+        list(shards.source_names),
+    )
+    if not len(pairs.label):
+        raise UserError(
+            f"0 examples: {shards.num_documents} documents with {shards.num_tokens} tokens give no sentence pair; use "
+            "more text or another examples.sentence_task"
+        )
+    # One kind of start for the whole file: half the memory as long as the split has fewer than 2^32 tokens.
+    start_type = np.uint32 if shards.num_tokens < 1 << 32 else np.int64
+    pairs = pairs._replace(a_start=pairs.a_start.astype(start_type), b_start=pairs.b_start.astype(start_type))
+    if not config.pack:
+        return Plan(pairs, inputs.one_a_row(len(pairs.label)))
+    packing = inputs.pack(
+        pairs.lengths,
+        examples.numbers_to_predict(pairs, config),
+        config.max_seq_length,
+        examples.max_sequences(config),
+        examples.max_predictions(config),
+        derive_key(seed, "packing", draw),
+    )
+    return Plan(pairs, packing)
+
+
+def fingerprint(shards: Shards, config: ExamplesConfig, seed: int) -> str:
+    """SHA-256 over all that the stream of batches depends on."""
+    parts = [VERSION, shards.fingerprint, dataclasses.asdict(config), int(seed)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def check_masking(shards: Shards, config: ExamplesConfig) -> None:
+    """Refuse or warn when whole words or spans are asked for and the prepared data does not say what a word is.
+
+    Raises:
+      ConfigError: the vocabulary marks no pieces as parts of words, and the shards have no word boundaries.
+    """
+    if config.masking_unit == "token" or shards.has_words:
+        return
+    continuation_V = shards.tokenizer.is_continuation_V
+    if not continuation_V.any():
+        raise ConfigError(
+            f'examples.masking_unit is "{config.masking_unit}", but no piece of the vocabulary starts with ## and the '
+            'prepared data has no word boundaries; use "token", or a recipe that gives word boundaries'
+        )
+    counts_V = shards.tokens_by_id()
+    chinese_V = np.array([len(piece) == 1 and _is_chinese(piece) for piece in shards.tokenizer.vocab])
+    share = counts_V[chinese_V].sum() / max(1, counts_V.sum())
+    if share > 0.1:
+        warnings.warn(
+            f'examples.masking_unit is "{config.masking_unit}", but {share:.0%} of the pieces are single Chinese '
+            "characters and the prepared data has no word boundaries, so each of them counts as a word; give word "
+            "boundaries in the recipe to mask whole words",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _is_chinese(character: str) -> bool:
+    code = ord(character)
+    return 0x3400 <= code <= 0x9FFF or 0xF900 <= code <= 0xFAFF or 0x20000 <= code <= 0x2FA1F
+
+
+class Maker:
+    """Makes batches from rows of a plan; holds what is the same for all of them."""
+
+    def __init__(self, shards: Shards, config: ExamplesConfig) -> None:
+        self.shards, self.config = shards, config
+        self.length = config.max_seq_length
+        self.sequences = examples.max_sequences(config)
+        self.predictions = examples.max_predictions(config)
+        self.tokenizer = shards.tokenizer
+
+    def rows(self, plan: Plan, mask_key: np.uint64, rows: np.ndarray) -> Batch:
+        """The batch of these rows of the plan, in their order, without `row_ids`.
+
+        The masks of a pair depend on mask_key and its number in the plan only, not on the rows it is made with.
+        """
+        offsets = plan.packing.row_offsets
+        per_row = offsets[rows + 1] - offsets[rows]
+        row_Q = np.repeat(np.arange(len(rows)), per_row)
+        slot_Q = _count_up(per_row)
+        pair_Q = np.asarray(plan.packing.members[np.repeat(offsets[rows], per_row) + slot_Q]).astype(np.int64)
+        pairs = plan.pairs.take(pair_Q)
+        a_Q, b_Q = pairs.a_length.astype(np.int64), pairs.b_length.astype(np.int64)
+        length_Q, content_Q = pairs.lengths, a_Q + b_Q
+        # Where each sequence starts in the batch laid out flat, row after row: behind those before it in its row.
+        start_Q = np.cumsum(length_Q) - length_Q
+        row_first = (np.cumsum(per_row) - per_row)[row_Q]
+        start_Q = row_Q * self.length + start_Q - start_Q[row_first]
+
+        ranges = np.stack([pairs.a_start, pairs.b_start], 1).astype(np.int64).ravel()
+        sizes = np.stack([a_Q, b_Q], 1).ravel()
+        if not b_Q.all():
+            ranges, sizes = ranges[sizes > 0], sizes[sizes > 0]
+        tokens_M = self.shards.gather(ranges, sizes)  # pieces of all sides, one after another
+
+        # Flat places: pieces of side A stand behind [CLS], those of side B behind the [SEP] after side A.
+        sides = np.stack([start_Q + 1, start_Q + a_Q + 2], 1).ravel()
+        both = np.stack([a_Q, b_Q], 1).ravel()
+        place_M = _count_up(both)
+        place_M += np.repeat(sides, both)
+
+        size = len(rows) * self.length
+        picked = self._pick(mask_key, pair_Q, pairs, tokens_M, ranges, sizes)
+        owner = np.searchsorted(np.cumsum(content_Q), picked, side="right")
+        position = place_M[picked] - start_Q[owner]
+        labels = tokens_M[picked]
+        seen_M = tokens_M.copy()
+        seen_M[picked] = examples.replace_picked(
+            bits(mask_key, pair_Q[owner], 1, position),
+            labels,
+            self.tokenizer.mask_id,
+            self.tokenizer.ordinary_ids,
+            self.config,
+        )
+
+        # [PAD] may have any id, so what is padding is told by sequence_ids (made from lengths), never by the id.
+        input_ids = np.full(size, self.tokenizer.pad_id, np.int32)
+        input_ids[place_M] = seen_M
+        input_ids[start_Q] = self.tokenizer.cls_id
+        input_ids[start_Q + a_Q + 1] = self.tokenizer.sep_id
+        input_ids[start_Q + length_Q - 1] = self.tokenizer.sep_id
+        spread = np.repeat(start_Q, length_Q)
+        counted = _count_up(length_Q)
+        flat = spread + counted
+        sequence_ids, position_ids, token_type_ids = (np.zeros(size, np.int32) for _ in range(3))
+        sequence_ids[flat] = np.repeat(slot_Q + 1, length_Q)
+        position_ids[flat] = counted
+        token_type_ids[flat] = counted > np.repeat(a_Q + 1, length_Q)
+
+        masked_per_row = np.bincount(row_Q[owner], minlength=len(rows))
+        assert masked_per_row.max(initial=0) <= self.predictions
+        cell = row_Q[owner] * self.predictions + _count_up(masked_per_row)
+        shape_RL, shape_RP = (len(rows), self.length), (len(rows), self.predictions)
+        positions_P, labels_P = (np.zeros(len(rows) * self.predictions, np.int32) for _ in range(2))
+        weights_P = np.zeros(len(rows) * self.predictions, np.float32)
+        positions_P[cell] = place_M[picked] - row_Q[owner] * self.length
+        labels_P[cell] = labels
+        weights_P[cell] = 1.0
+        cls_S, next_S = (np.zeros((len(rows), self.sequences), np.int32) for _ in range(2))
+        next_weights_S = np.zeros((len(rows), self.sequences), np.float32)
+        cls_S[row_Q, slot_Q] = start_Q - row_Q * self.length
+        labelled = (b_Q > 0) & (self.config.sentence_task != "none")
+        next_S[row_Q, slot_Q] = np.where(labelled, pairs.label, 0)
+        next_weights_S[row_Q, slot_Q] = labelled
+        return {
+            "input_ids": input_ids.reshape(shape_RL),
+            "token_type_ids": token_type_ids.reshape(shape_RL),
+            "position_ids": position_ids.reshape(shape_RL),
+            "sequence_ids": sequence_ids.reshape(shape_RL),
+            "masked_lm_positions": positions_P.reshape(shape_RP),
+            "masked_lm_ids": labels_P.reshape(shape_RP),
+            "masked_lm_weights": weights_P.reshape(shape_RP),
+            "cls_positions": cls_S,
+            "next_sentence_labels": next_S,
+            "next_sentence_weights": next_weights_S,
+        }
+
+    def filler(self, count: int) -> Batch:
+        """Rows with nothing in them: no sequence, no weight."""
+        widths = {"input": self.length, "masked": self.predictions, "next": self.sequences}
+        pad = self.tokenizer.pad_id
+        return {
+            "input_ids": np.full((count, self.length), pad, np.int32),
+            **{name: np.zeros((count, self.length), np.int32) for name in ("token_type_ids", "position_ids")},
+            "sequence_ids": np.zeros((count, self.length), np.int32),
+            **{
+                name: np.zeros((count, widths["masked"]), np.int32) for name in ("masked_lm_positions", "masked_lm_ids")
+            },
+            "masked_lm_weights": np.zeros((count, widths["masked"]), np.float32),
+            **{name: np.zeros((count, widths["next"]), np.int32) for name in ("cls_positions", "next_sentence_labels")},
+            "next_sentence_weights": np.zeros((count, widths["next"]), np.float32),
+        }
+
+    def _pick(
+        self,
+        mask_key: np.uint64,
+        pair_Q: np.ndarray,
+        pairs: PairPlan,
+        tokens_M: np.ndarray,
+        ranges: np.ndarray,
+        sizes: np.ndarray,
+    ) -> np.ndarray:
+        """Indices into tokens_M of the pieces to predict, ascending."""
+        key_Q = bits(mask_key, pair_Q, 0)
+        content_Q = pairs.a_length.astype(np.int64) + pairs.b_length
+        numbers = examples.numbers_to_predict(pairs, self.config)
+        if self.config.masking_unit == "token":
+            return examples.pick_tokens(key_Q, content_Q, numbers)
+        if self.shards.has_words:
+            word_starts = self.shards.gather_words(ranges, sizes)
+        else:
+            word_starts = ~self.tokenizer.is_continuation_V[tokens_M]
+        span = 3 if self.config.masking_unit == "span" else 1
+        return examples.pick_words(key_Q, content_Q, pairs.a_length.astype(np.int64), numbers, word_starts, span)
+
+
+def _count_up(sizes: np.ndarray) -> np.ndarray:
+    """0 .. size-1 for each size, one run after another: int64."""
+    ends = np.cumsum(sizes)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total, dtype=np.int64) - np.repeat(ends - sizes, sizes)
+
+
+class PretrainingData:
+    """The endless stream of training rows."""
+
+    def __init__(self, shards: Shards, config: ExamplesConfig, seed: int, cache_dir: Path | None = None) -> None:
+        """Nothing is read or planned yet.
+
+        Args:
+          cache_dir: where plans are kept; None keeps them in memory only.
+
+        Raises:
+          ConfigError: settings that cannot work, or that do not go with the prepared data.
+        """
+        examples.check(config)
+        check_masking(shards, config)
+        self.shards, self.config, self.seed, self.cache_dir = shards, config, seed, cache_dir
+        self.fingerprint = fingerprint(shards, config, seed)
+        self._maker = Maker(shards, config)
+        self._lock = threading.Lock()
+        self._plans: dict[int, concurrent.futures.Future[Plan]] = {}
+        self._first_rows = {0: 0}  # epoch -> its first row, for epochs known so far
+
+    def num_rows(self, epoch: int) -> int:
+        """Rows of an epoch; makes its plan if it is not there."""
+        return self._plan(self._draw(epoch)).packing.num_rows
+
+    def prepare_epoch(self, epoch: int) -> None:
+        """Start making an epoch's plan in a thread; whoever needs it first waits for it."""
+        self._future(self._draw(epoch), background=True)
+
+    def start_at(self, row: int, epoch: int, row_in_epoch: int) -> None:
+        """Take the place of a row from a checkpoint (what `position` gave), so that no earlier epoch is planned."""
+        self._first_rows[epoch] = row - row_in_epoch
+
+    def position(self, row: int) -> dict[str, int]:
+        """The epoch in which a row of the stream lies, and its number there."""
+        epoch = max((e for e, first in self._first_rows.items() if first <= row), default=0)
+        first = self._first_rows[epoch]
+        while row >= first + (rows := self.num_rows(epoch)):
+            first += rows
+            epoch += 1
+            self._first_rows[epoch] = first
+        return {"epoch": epoch, "row_in_epoch": row - first}
+
+    def batch(self, first_row: int, count: int, offset: int = 0) -> Batch:
+        """Rows first_row .. first_row + count - 1 of the stream, which may cross into the next epochs.
+
+        Args:
+          offset: index of the first of them in the global batch, which `row_ids` count from.
+        """
+        parts = [
+            self._maker.rows(plan, derive_key(self.seed, "masks", draw), rows)
+            for _, draw, plan, rows in self._parts(first_row, count)
+        ]
+        batch = parts[0] if len(parts) == 1 else {k: np.concatenate([part[k] for part in parts]) for k in parts[0]}
+        return batch | {"row_ids": np.arange(offset, offset + count, dtype=np.int32)}
+
+    def example_ids(self, first_row: int, count: int) -> np.ndarray:
+        """Which examples the rows hold, row after row: int64, the epoch in the upper bits and the pair in the lower 40."""
+        ids = []
+        for epoch, _, plan, rows in self._parts(first_row, count):
+            offsets = plan.packing.row_offsets
+            per_row = offsets[rows + 1] - offsets[rows]
+            members = plan.packing.members[np.repeat(offsets[rows], per_row) + _count_up(per_row)]
+            ids.append(members.astype(np.int64) + (epoch << 40))
+        return np.concatenate(ids)
+
+    def _parts(self, first_row: int, count: int) -> list[tuple[int, int, Plan, np.ndarray]]:
+        """The rows asked for as (epoch, draw, plan, rows of the plan), one part an epoch."""
+        parts = []
+        row, end = first_row, first_row + count
+        while row < end:
+            place = self.position(row)
+            epoch, start = place["epoch"], place["row_in_epoch"]
+            draw = self._draw(epoch)
+            plan = self._plan(draw)
+            rows = plan.packing.num_rows
+            stop = min(rows, start + end - row)
+            order = inputs.permute(derive_key(self.seed, "rows", epoch), rows, np.arange(start, stop))
+            parts.append((epoch, draw, plan, order))
+            if stop > PLAN_AHEAD * rows:
+                self.prepare_epoch(epoch + 1)
+            row += stop - start
+        return parts
+
+    def _draw(self, epoch: int) -> int:
+        """Static data goes round its frozen draws; only the order of rows is new in each epoch."""
+        return epoch % self.config.dupe_factor if self.config.dupe_factor else epoch
+
+    def _plan(self, draw: int) -> Plan:
+        return self._future(draw, background=False).result()
+
+    def _future(self, draw: int, background: bool) -> concurrent.futures.Future[Plan]:
+        with self._lock:
+            known = self._plans.pop(draw, None)
+            future = known or concurrent.futures.Future()
+            self._plans[draw] = future  # the latest used comes last
+            while len(self._plans) > LAST_PLANS:
+                del self._plans[next(iter(self._plans))]
+        if known is None and background:
+            threading.Thread(target=self._make, args=(draw, future), name="plan", daemon=True).start()
+        elif known is None:
+            self._make(draw, future)
+        return future
+
+    def _make(self, draw: int, future: concurrent.futures.Future[Plan]) -> None:
+        try:
+            future.set_result(cached_plan(self.shards, self.config, self.seed, draw, self.cache_dir))
+        except BaseException as e:
+            future.set_exception(e)
+
+
+class EvaluationData:
+    """Every example of a split once, with fixed pairs and masks, then filler rows that count nothing."""
+
+    def __init__(self, shards: Shards, config: ExamplesConfig, seed: int = 0) -> None:
+        """Plans the whole split, which is small.
+
+        Raises:
+          UserError: as `make_plan`.
+        """
+        examples.check(config)
+        try:
+            self._plan = make_plan(shards, config, seed, 0)
+        except UserError as e:
+            raise type(e)(f"the held-out documents: {e}") from None
+        self._maker = Maker(shards, config)
+        self._mask_key = derive_key(seed, "masks", 0)
+        self.fingerprint = fingerprint(shards, config, seed)
+        self.num_rows = self._plan.packing.num_rows
+        self.num_examples = len(self._plan.pairs.label)
+
+    def batch(self, first_row: int, count: int, offset: int = 0) -> Batch:
+        """Rows first_row .. first_row + count - 1; those at or past num_rows are fillers."""
+        real = np.arange(min(first_row, self.num_rows), min(first_row + count, self.num_rows))
+        batch = self._maker.rows(self._plan, self._mask_key, real)
+        if len(real) < count:
+            filler = self._maker.filler(count - len(real))
+            batch = {k: np.concatenate([batch[k], filler[k]]) for k in batch}
+        return batch | {"row_ids": np.arange(offset, offset + count, dtype=np.int32)}
+
+
+def cached_plan(shards: Shards, config: ExamplesConfig, seed: int, draw: int, cache_dir: Path | None) -> Plan:
+    """The plan of a draw, from the cache if a whole and matching one lies there, else made and put there.
+
+    A folder that cannot be written costs a warning and the time to plan again, not the run.
+    """
+    if cache_dir is None:
+        return make_plan(shards, config, seed, draw)
+    parts = [VERSION, shards.fingerprint, dataclasses.asdict(config), int(seed), draw]
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    folder = cache_dir / f"plan-{draw:05d}-{digest[:16]}"
+    plan = _read_plan(folder, digest)
+    if plan is None:
+        plan = make_plan(shards, config, seed, draw)
+        try:
+            _write_plan(folder, digest, plan)
+            _drop_old_plans(cache_dir, keep=folder, number=max(LAST_PLANS, config.dupe_factor))
+        except OSError as e:
+            warnings.warn(f"the plan of draw {draw} could not be kept in {cache_dir}: {e}", UserWarning, stacklevel=2)
+    return plan
+
+
+def _columns(plan: Plan) -> dict[str, np.ndarray]:
+    return plan.pairs._asdict() | plan.packing._asdict()
+
+
+def _write_plan(folder: Path, digest: str, plan: Plan) -> None:
+    """Write a plan whole under another name, then rename; one that another process has put there meanwhile goes."""
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    temporary.mkdir(parents=True, exist_ok=True)
+    try:
+        files = {}
+        for name, column in _columns(plan).items():
+            np.save(temporary / f"{name}.npy", column, allow_pickle=False)
+            files[name] = _digest(temporary / f"{name}.npy")
+        (temporary / "plan.json").write_text(json.dumps({"digest": digest, "files": files}), encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    except OSError:
+        if not folder.exists():
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _read_plan(folder: Path, digest: str) -> Plan | None:
+    """The plan in a folder, or None if it is not there, not whole, or another one."""
+    try:
+        stated = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        if stated["digest"] != digest:
+            return None
+        names = (*PairPlan._fields, *Packing._fields)
+        if any(_digest(folder / f"{name}.npy") != stated["files"][name] for name in names):
+            return None
+        columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    # Plain views of the maps: indexing numpy's memmap subclass is several times slower.
+    columns = {name: np.asarray(column) for name, column in columns.items()}
+    return Plan(
+        PairPlan(*(columns[name] for name in PairPlan._fields)), Packing(*(columns[name] for name in Packing._fields))
+    )
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _drop_old_plans(cache_dir: Path, keep: Path, number: int) -> None:
+    """Leave the newest plans; the arrays of a plan in use stay readable until they are let go."""
+    plans = sorted(cache_dir.glob("plan-*"), key=lambda p: p.stat().st_mtime)
+    for old in [p for p in plans if p != keep][: max(0, len(plans) - number)]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def describe(shards: Shards, config: ExamplesConfig, seed: int, rows: int = 2048) -> dict[str, Any]:
+    """What the settings make of a split, for the data report; shares of masks are counted in real batches.
+
+    Args:
+      rows: how many rows of the first epoch are made to count masks.
+    """
+    began = time.perf_counter()
+    plan = make_plan(shards, config, seed, 0)
+    seconds = time.perf_counter() - began
+    maker = Maker(shards, config)
+    lengths = plan.pairs.lengths
+    tokens = int(lengths.sum())
+    total = plan.packing.num_rows
+    sample = inputs.permute(derive_key(seed, "rows", 0), total, np.arange(min(rows, total)))
+    content = picked = masked = kept = 0
+    for part in np.array_split(sample, -(-len(sample) // 256)):
+        batch = maker.rows(plan, derive_key(seed, "masks", 0), part)
+        weights = batch["masked_lm_weights"] > 0
+        seen = np.take_along_axis(batch["input_ids"], batch["masked_lm_positions"], 1)[weights]
+        content += int((batch["sequence_ids"] > 0).sum())
+        picked += len(seen)
+        masked += int((seen == shards.tokenizer.mask_id).sum())
+        kept += int((seen == batch["masked_lm_ids"][weights]).sum())
+    labelled = plan.pairs.b_length > 0
+    edges = np.linspace(0, config.max_seq_length, 9).astype(int)
+    histogram = np.histogram(lengths, bins=edges + 1)[0]
+    per_row = np.diff(plan.packing.row_offsets)
+    used = np.add.reduceat(
+        examples.numbers_to_predict(plan.pairs, config)[plan.packing.members], plan.packing.row_offsets[:-1]
+    )
+    return {
+        "examples": len(lengths),
+        "rows": total,
+        "tokens": tokens,
+        "fill_packed": round(tokens / (total * config.max_seq_length), 4),
+        "fill_padded": round(tokens / (len(lengths) * config.max_seq_length), 4),
+        "sequences_per_row": round(float(per_row.mean()), 3),
+        "most_sequences_per_row": int(per_row.max()),
+        "most_predictions_per_row": int(used.max()),
+        "share_predicted": round(picked / max(1, content), 4),
+        "share_mask": round(masked / max(1, picked), 4),
+        "share_random": round((picked - masked - kept) / max(1, picked), 4),
+        "share_kept": round(kept / max(1, picked), 4),
+        "predictions_counted": picked,
+        "share_random_next": round(float(plan.pairs.label[labelled].mean()), 4) if labelled.any() else None,
+        "length_histogram": {f"{a + 1}-{b}": int(n) for a, b, n in zip(edges, edges[1:], histogram, strict=False)},
+        "plan_seconds": round(seconds, 3),
+    }
