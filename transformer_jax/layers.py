@@ -1,0 +1,284 @@
+"""The parts of a Transformer layer: dense, embedding, layer norm, attention, feed-forward.
+
+Parameters are float32 and products run in the configured dtype; statistics, softmax and logits are float32. With dtype
+float64 all of it is float64. Kernels are [in, out], and each parameter names its logical axes, which the rules table in
+`sharding.py` maps to the mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from transformer_jax import masks
+from transformer_jax.config import ConfigError, EncoderConfig
+from transformer_jax.dropout import Randomness, dropout
+
+SAVED_NAMES = ("query", "key", "value", "context", "attention_normed", "intermediate")
+"""Tensors of a layer that the remat policy "names" keeps for the backward pass."""
+
+
+def compute_dtype(config: EncoderConfig) -> jnp.dtype:
+    """Dtype of activations and matrix products; refuses float64 where JAX would silently make float32 of it."""
+    if config.dtype == "float64" and not jax.config.read("jax_enable_x64"):
+        raise ConfigError('dtype is "float64" but JAX has 64-bit numbers switched off; set JAX_ENABLE_X64=1')
+    return jnp.dtype(config.dtype)
+
+
+def wide_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """Dtype of parameters, statistics, softmax and logits: float32, or float64 when all is float64."""
+    return jnp.dtype("float64" if dtype == jnp.float64 else "float32")
+
+
+def truncated_normal(stddev: float) -> nn.initializers.Initializer:
+    """Normal numbers cut off at two standard deviations, as in the 2018 code.
+
+    The spread is not corrected for the cut: the numbers' own standard deviation is 0.88 times `stddev`.
+    """
+
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        return jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype) * stddev
+
+    return init
+
+
+def partitioned(init: nn.initializers.Initializer, *axes: str) -> Callable[..., Any]:
+    """The initialiser, with logical axis names put on what it makes; `self.param` takes the names off again."""
+    return nn.with_logical_partitioning(init, axes)
+
+
+def wide_einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """`jnp.einsum` of two half-precision arrays with a float32 result.
+
+    Its backward pass rounds the incoming gradient to the operands' dtype first; plain autodiff would multiply float32
+    by half precision there, which the compiler turns into a slow float32 product.
+    """
+    if a.dtype == wide_dtype(a.dtype):
+        return jnp.einsum(spec, a, b)
+    return _wide_einsum(spec, a, b)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _wide_einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, a, b, preferred_element_type=wide_dtype(a.dtype))
+
+
+def _wide_einsum_forward(spec: str, a: jax.Array, b: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _wide_einsum(spec, a, b), (a, b)
+
+
+def _wide_einsum_backward(
+    spec: str, operands: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    _, pull = jax.vjp(functools.partial(jnp.einsum, spec), *operands)
+    return pull(g.astype(operands[0].dtype))
+
+
+_wide_einsum.defvjp(_wide_einsum_forward, _wide_einsum_backward)
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """x times the normal distribution function, by erf (Hendrycks and Gimpel 2016); the form of the released BERT."""
+    wide = x.astype(wide_dtype(x.dtype))
+    return (wide * 0.5 * (1.0 + jax.lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
+
+
+def gelu_new(x: jax.Array) -> jax.Array:
+    """The tanh approximation of GELU, under the name that Hugging Face gives it."""
+    wide = x.astype(wide_dtype(x.dtype))
+    inner = math.sqrt(2.0 / math.pi) * (wide + 0.044715 * wide * wide * wide)
+    return (wide * 0.5 * (1.0 + jnp.tanh(inner))).astype(x.dtype)
+
+
+def relu(x: jax.Array) -> jax.Array:
+    """max(x, 0)."""
+    return jnp.maximum(x, 0)
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"gelu": gelu, "gelu_new": gelu_new, "relu": relu}
+
+
+def broadcast_last(vector_K: jax.Array, rank: int) -> jax.Array:
+    """[K] as [1, ..., 1, K] of the given rank."""
+    return vector_K.reshape((1,) * (rank - 1) + vector_K.shape)
+
+
+class Dense(nn.Module):
+    """x [..., in] -> x @ kernel + bias [..., out], in the configured dtype."""
+
+    features: int
+    axes: tuple[str, str]
+    """Logical axes of the kernel; the bias has the second."""
+    config: EncoderConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dtype = compute_dtype(self.config)
+        kernel_init = partitioned(truncated_normal(self.config.initializer_range), *self.axes)
+        bias_init = partitioned(nn.initializers.zeros, self.axes[1])
+        kernel = self.param("kernel", kernel_init, (x.shape[-1], self.features), wide_dtype(dtype))
+        bias = self.param("bias", bias_init, (self.features,), wide_dtype(dtype))
+        y = jnp.einsum("...i,io->...o", x.astype(dtype), kernel.astype(dtype))
+        return y + broadcast_last(bias.astype(dtype), y.ndim)
+
+
+class Embedding(nn.Module):
+    """A table [rows, H]; rows past `used` are padding that is born zero."""
+
+    rows: int
+    axis: str
+    config: EncoderConfig
+    used: int | None = None
+
+    def setup(self) -> None:
+        normal = truncated_normal(self.config.initializer_range)
+        used = self.rows if self.used is None else self.used
+
+        def init(key: jax.Array, shape: tuple[int, int], dtype: jnp.dtype) -> jax.Array:
+            # Drawn for the used rows alone, so that the padding does not change what a seed gives.
+            return jnp.pad(normal(key, (used, shape[1]), dtype), ((0, shape[0] - used), (0, 0)))
+
+        self.embedding = self.param(
+            "embedding",
+            partitioned(init, self.axis, "embed"),
+            (self.rows, self.config.hidden_size),
+            wide_dtype(compute_dtype(self.config)),
+        )
+
+    def __call__(self, ids_BL: jax.Array) -> jax.Array:
+        """Rows of the table, [B, L, H]; an id out of range gives NaN, which the training step notices."""
+        # A gather. With the table split over an fsdp axis the compiler may answer it by copying the whole table to
+        # each device ("involuntary full rematerialization"), which is what fsdp does with every parameter anyway.
+        return jnp.take(self.embedding, ids_BL, axis=0, mode="fill").astype(compute_dtype(self.config))
+
+    def attend(self, x_BPH: jax.Array) -> jax.Array:
+        """Scores of x against each row, float32 [B, P, rows]."""
+        return wide_einsum("BPH,VH->BPV", x_BPH, self.embedding.astype(x_BPH.dtype))
+
+
+@jax.custom_vjp
+def _widen(x: jax.Array) -> jax.Array:
+    return x.astype(wide_dtype(x.dtype))
+
+
+def _widen_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _widen(x), jnp.zeros((), x.dtype)
+
+
+def _widen_backward(like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    limit = float(jnp.finfo(like.dtype).max)
+    # Infinities stay, so that the training step sees a gradient that is broken for another reason.
+    return (jnp.where(jnp.isfinite(g), jnp.clip(g, -limit, limit), g).astype(like.dtype),)
+
+
+_widen.defvjp(_widen_forward, _widen_backward)
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation over the last axis (Ba et al. 2016), with float32 statistics.
+
+    In half precision an epsilon of 1e-12 would be 0. With float16, the gradient of a row without variance is 1e6 times
+    what comes in; it is cut to float16's largest number in place of overflowing.
+    """
+
+    config: EncoderConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = wide_dtype(x.dtype)
+        scale = self.param("scale", partitioned(nn.initializers.ones, "norm"), (x.shape[-1],), wide)
+        bias = self.param("bias", partitioned(nn.initializers.zeros, "norm"), (x.shape[-1],), wide)
+        y = _widen(x) if x.dtype == jnp.float16 else x.astype(wide)
+        centred = y - y.mean(-1, keepdims=True)
+        variance = (centred * centred).mean(-1, keepdims=True)
+        normed = centred * jax.lax.rsqrt(variance + self.config.layer_norm_eps)
+        return (normed * broadcast_last(scale, x.ndim) + broadcast_last(bias, x.ndim)).astype(x.dtype)
+
+
+def attention(
+    query_BLND: jax.Array,
+    key_BMND: jax.Array,
+    value_BMND: jax.Array,
+    query_ids_BL: jax.Array,
+    key_ids_BM: jax.Array,
+    *,
+    dropout_rate: float = 0.0,
+    randomness: Randomness | None = None,
+    site: jax.Array | int = 0,
+) -> tuple[jax.Array, jax.Array]:
+    """Scaled dot-product attention (Vaswani et al. 2017, section 3.2.1) within each sequence of a row.
+
+    The plain form, the reference for any kernel. The mask is compared from sequence ids where it is used, so it fuses
+    into the softmax and is never stored.
+
+    Args:
+      query_ids_BL, key_ids_BM: int32 sequence numbers, 0 for padding. A query with nothing to attend to (padding)
+        gets the plain mean of all values: finite, and read by no one.
+
+    Returns:
+      context [B, L, N, D] in the dtype of the values, and the weights before dropout, float32 [B, N, L, M].
+    """
+    # Scaling the queries costs less than scaling the scores.
+    query_BLND = query_BLND * (1.0 / math.sqrt(query_BLND.shape[-1]))
+    scores_BNLM = wide_einsum("BLND,BMND->BNLM", query_BLND, key_BMND)
+    allowed_B1LM = masks.same_sequence(query_ids_BL, key_ids_BM)[:, None, :, :]
+    scores_BNLM = jnp.where(allowed_B1LM, scores_BNLM, masks.FORBIDDEN)
+    top_BNL1 = jax.lax.stop_gradient(scores_BNLM.max(-1, keepdims=True))
+    exp_BNLM = jnp.exp(scores_BNLM - top_BNL1)
+    weights_BNLM = exp_BNLM / exp_BNLM.sum(-1, keepdims=True)
+    kept_BNLM = dropout(weights_BNLM.astype(value_BMND.dtype), dropout_rate, randomness, site)
+    return jnp.einsum("BNLM,BMND->BLND", kept_BNLM, value_BMND), weights_BNLM
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention with separate query, key and value products and an output product.
+
+    One product for all three, then a split, was slower on CPU and TPU.
+    """
+
+    config: EncoderConfig
+
+    @nn.compact
+    def __call__(
+        self, x_BLH: jax.Array, sequence_ids_BL: jax.Array, randomness: Randomness | None, site: jax.Array | int
+    ) -> jax.Array:
+        c = self.config
+        heads = (*x_BLH.shape[:2], c.num_attention_heads, c.head_dim)
+
+        def project(name: str) -> jax.Array:
+            dense = Dense(c.hidden_size, ("embed", "heads"), c, name=name)
+            return checkpoint_name(dense(x_BLH).reshape(heads), name)
+
+        context_BLND, weights_BNLL = attention(
+            project("query"),
+            project("key"),
+            project("value"),
+            sequence_ids_BL,
+            sequence_ids_BL,
+            dropout_rate=c.attention_probs_dropout_prob,
+            randomness=randomness,
+            site=site,
+        )
+        self.sow("intermediates", "attention_weights", weights_BNLL)
+        context_BLH = checkpoint_name(context_BLND.reshape(x_BLH.shape), "context")
+        return Dense(c.hidden_size, ("heads", "embed"), c, name="output")(context_BLH)
+
+
+class FeedForward(nn.Module):
+    """Two dense layers with the activation between them (Vaswani et al. 2017, section 3.3)."""
+
+    config: EncoderConfig
+
+    @nn.compact
+    def __call__(self, x_BLH: jax.Array) -> jax.Array:
+        c = self.config
+        x_BLF = Dense(c.intermediate_size, ("embed", "mlp"), c, name="intermediate")(x_BLH)
+        x_BLF = ACTIVATIONS[c.hidden_act](checkpoint_name(x_BLF, "intermediate"))
+        return Dense(c.hidden_size, ("mlp", "embed"), c, name="output")(x_BLF)
