@@ -131,7 +131,7 @@ def _evaluate(args: argparse.Namespace, rest: list[str]) -> int:
 
 def _fill_mask(args: argparse.Namespace, rest: list[str]) -> int:
     from bert_jax.fill_mask import fill_mask
-    from bert_jax.load import load
+    from bert_jax.loading import load
 
     found = fill_mask(load(args.checkpoint), args.text, args.top_k)
     if args.json:

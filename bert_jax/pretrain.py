@@ -11,13 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import msgspec
 from jax.sharding import Mesh
 
 from bert_jax import run_file
 from bert_jax.config import PretrainConfig
 from bert_jax.data import EvaluationData, PretrainingData, check
-from bert_jax.load import load
+from bert_jax.loading import load
 from bert_jax.task import PretrainingTask
 from transformer_jax import checkpoint, config as core, optim, sharding
 from transformer_jax.checkpoint import Checkpoints, NoCheckpointError
@@ -67,7 +66,7 @@ def make_meta(config: PretrainConfig, shards: Shards) -> dict[str, Any]:
     """What makes a checkpoint self-contained: configuration, versions, tokenizer and where the data came from."""
     packages = ("jax", "flax", "optax", "orbax-checkpoint", "tokenizers", "numpy", "bert-transformer-jax")
     return {
-        "config": msgspec.to_builtins(config),
+        "config": core.to_builtins(config),
         "versions": {name: importlib.metadata.version(name) for name in packages},
         "tokenizer": shards.tokenizer.files(),
         "tokenizer_digest": shards.tokenizer.digest,
@@ -192,7 +191,7 @@ def _initial_from(
             f"{where} has another vocabulary than {config.data.prepared}; prepare the data with tokenizer.vocab_file set "
             "to the vocab.txt of that checkpoint, and its other tokenizer settings"
         )
-    there, here = msgspec.to_builtins(loaded.config), msgspec.to_builtins(config.model)
+    there, here = core.to_builtins(loaded.config), core.to_builtins(config.model)
     changed = {k: v for k, v in core.differences(there, here, "model.").items() if k.startswith(run_file.FIXED)}
     if changed:
         lines = "\n  ".join(f"{k}: {old!r} there, {new!r} here" for k, (old, new) in changed.items())

@@ -71,9 +71,7 @@ def check_resume(stored: dict[str, Any], config: PretrainConfig, force: bool) ->
     Raises:
       ConfigError: differences that do not fit the stored state, or that would silently make it another run.
     """
-    import msgspec
-
-    changed = core.differences(stored, msgspec.to_builtins(config))
+    changed = core.differences(stored, core.to_builtins(config))
     lines = {key: f"{key}: {old!r} in the checkpoint, {new!r} now" for key, (old, new) in changed.items()}
     fixed = [line for key, line in lines.items() if key.startswith(FIXED)]
     if fixed:

@@ -99,6 +99,8 @@ class OptimizerConfig:
     """After the warm-up: down to zero at the last step in a line, by `power`, or not at all."""
     power: float = 1.0
     warmup_steps: int = 0
+    total_steps: int = 0
+    """Steps over which the schedule runs; 0 means train.steps. Larger where a later phase goes on with it."""
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-6
@@ -159,7 +161,7 @@ def load(cls: type[T], data: Mapping[str, Any], where: str, base: T | None = Non
       ConfigError: an unknown key (with its dotted path and the nearest valid one) or a value of the wrong type.
     """
     _refuse_unknown(cls, data, where, "")
-    merged = _merge(msgspec.to_builtins(base) if base is not None else {}, data)
+    merged = _merge(to_builtins(base) if base is not None else {}, data)
     try:
         return msgspec.convert(merged, cls)
     except ConfigError as e:
@@ -188,7 +190,12 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def dump_toml(config: Any) -> str:
     """The dataclass as TOML that `load` reads back to an equal one; None is written as an absent key."""
-    return _toml(_without_none(msgspec.to_builtins(config)), "")
+    return _toml(_without_none(to_builtins(config)), "")
+
+
+def to_builtins(config: Any) -> Any:
+    """The dataclass as nested dictionaries and lists, the same as after a way through JSON."""
+    return msgspec.json.decode(msgspec.json.encode(config))
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:

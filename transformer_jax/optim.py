@@ -40,15 +40,18 @@ class Optimizer(NamedTuple):
         return self.transformation.update(gradients, state, params)
 
 
-def make(config: OptimizerConfig, total_steps: int) -> Optimizer:
-    """The optimizer that a run file asks for.
+def make(config: OptimizerConfig, steps: int) -> Optimizer:
+    """The optimizer that a run file asks for, for a run of `steps` steps.
 
     Raises:
       ConfigError: a warm-up longer than the run, or numbers outside their range.
     """
+    total_steps = config.total_steps or steps
+    if total_steps < steps:
+        raise ConfigError(f"optimizer.total_steps is {total_steps}; it must be 0, or at least train.steps {steps}")
     if not 0 <= config.warmup_steps <= total_steps:
         raise ConfigError(
-            f"optimizer.warmup_steps is {config.warmup_steps}; it must lie between 0 and train.steps {total_steps}"
+            f"optimizer.warmup_steps is {config.warmup_steps}; it must lie between 0 and {total_steps}, the steps of the schedule"
         )
     for name in ("beta1", "beta2"):
         if not 0.0 <= getattr(config, name) < 1.0:
@@ -56,14 +59,11 @@ def make(config: OptimizerConfig, total_steps: int) -> Optimizer:
     for name in ("learning_rate", "epsilon"):
         if not getattr(config, name) > 0.0:
             raise ConfigError(f"optimizer.{name} is {getattr(config, name)}; it must be above 0")
-    corrected = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
-    decay = optax.add_decayed_weights(config.weight_decay, mask=decay_mask)
-    chains = {
-        "adamw": lambda: optax.chain(corrected, decay),
-        "bert_adam": lambda: optax.chain(scale_by_uncorrected_adam(config.beta1, config.beta2, config.epsilon), decay),
-        "lamb": lambda: optax.chain(corrected, decay, optax.masked(optax.scale_by_trust_ratio(), decay_mask)),
-    }
-    return Optimizer(chains[config.name](), make_schedule(config, total_steps))
+    adam = scale_by_adam(config.beta1, config.beta2, config.epsilon, corrected=config.name != "bert_adam")
+    parts = [adam, optax.add_decayed_weights(config.weight_decay, mask=decay_mask)]
+    if config.name == "lamb":
+        parts.append(optax.masked(optax.scale_by_trust_ratio(), decay_mask))
+    return Optimizer(optax.chain(*parts), make_schedule(config, total_steps))
 
 
 def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
@@ -91,23 +91,35 @@ def decay_mask(params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in ("bias", "scale"), params)
 
 
-class UncorrectedAdamState(NamedTuple):
+class AdamState(NamedTuple):
+    count: jax.Array
     mu: Params
     nu: Params
 
 
-def scale_by_uncorrected_adam(beta1: float, beta2: float, epsilon: float) -> optax.GradientTransformation:
-    """Adam's direction m / (sqrt(v) + epsilon) without bias correction, as in the 2018 BERT code."""
+def scale_by_adam(beta1: float, beta2: float, epsilon: float, corrected: bool) -> optax.GradientTransformation:
+    """Adam's direction m / (sqrt(v) + epsilon), with bias correction or, as in the 2018 BERT code, without.
 
-    def init(params: Params) -> UncorrectedAdamState:
-        return UncorrectedAdamState(jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
+    (optax has only the corrected form, and that raises the betas to an integer power, which strict promotion refuses.)
+    """
 
-    def update(
-        gradients: Params, state: UncorrectedAdamState, params: Params | None = None
-    ) -> tuple[Params, UncorrectedAdamState]:
+    def init(params: Params) -> AdamState:
+        return AdamState(
+            jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
+        )
+
+    def update(gradients: Params, state: AdamState, params: Params | None = None) -> tuple[Params, AdamState]:
         del params
+        count = state.count + 1
         mu = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.mu, gradients)
         nu = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * g * g, state.nu, gradients)
-        return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + epsilon), mu, nu), UncorrectedAdamState(mu, nu)
+        t = count.astype(jnp.float32)
+        scale1 = 1 / (1 - beta1**t) if corrected else jnp.ones_like(t)
+        scale2 = 1 / (1 - beta2**t) if corrected else jnp.ones_like(t)
+
+        def direction(m: jax.Array, v: jax.Array) -> jax.Array:
+            return m * scale1.astype(m.dtype) / (jnp.sqrt(v * scale2.astype(v.dtype)) + epsilon)
+
+        return jax.tree.map(direction, mu, nu), AdamState(count, mu, nu)
 
     return optax.GradientTransformation(init, update)
