@@ -19,8 +19,13 @@ class WordPieceConfig:
     max_input_chars_per_word: int = 200
     """A longer word is one [UNK]; 200 as in the 2018 code (Hugging Face's default is 100)."""
     min_frequency: int = 2
-    limit_alphabet: int = 1000
+    limit_alphabet: int = 0
+    """The commonest characters that get pieces of their own; 0 takes all seen min_frequency times that fit into a third
+    of the vocabulary. A word with any other character is one [UNK]."""
     unused_tokens: int = 0
     """[unusedN] entries kept free for later use."""
     keep_tokens: tuple[str, ...] = ()
-    """Tokens of one's own that are never split; the five control tokens are always kept."""
+    """Tokens of one's own that are never split and keep their case; the five control tokens are always known."""
+    pre_splitter: str = ""
+    """Puts spaces into text before anything else, for writing without spaces: "characters" or "jieba". A recipe's
+    `pre_splitter` is written here by `prepare`, and from here into the export."""
