@@ -221,22 +221,6 @@ class Maker:
             "next_sentence_weights": next_weights_S,
         }
 
-    def filler(self, count: int) -> Batch:
-        """Rows with nothing in them: no sequence, no weight."""
-        widths = {"input": self.length, "masked": self.predictions, "next": self.sequences}
-        pad = self.tokenizer.pad_id
-        return {
-            "input_ids": np.full((count, self.length), pad, np.int32),
-            **{name: np.zeros((count, self.length), np.int32) for name in ("token_type_ids", "position_ids")},
-            "sequence_ids": np.zeros((count, self.length), np.int32),
-            **{
-                name: np.zeros((count, widths["masked"]), np.int32) for name in ("masked_lm_positions", "masked_lm_ids")
-            },
-            "masked_lm_weights": np.zeros((count, widths["masked"]), np.float32),
-            **{name: np.zeros((count, widths["next"]), np.int32) for name in ("cls_positions", "next_sentence_labels")},
-            "next_sentence_weights": np.zeros((count, widths["next"]), np.float32),
-        }
-
     def _pick(
         self,
         mask_key: np.uint64,
@@ -324,7 +308,7 @@ class PretrainingData:
         return batch | {"row_ids": np.arange(offset, offset + count, dtype=np.int32)}
 
     def example_ids(self, first_row: int, count: int) -> np.ndarray:
-        """Which examples the rows hold, row after row: int64, the epoch in the upper bits and the pair in the lower 40."""
+        """Which examples the rows hold, row after row: int64, epoch * 2^40 + number of the pair."""
         ids = []
         for epoch, _, plan, rows in self._parts(first_row, count):
             offsets = plan.packing.row_offsets
@@ -403,8 +387,9 @@ class EvaluationData:
         real = np.arange(min(first_row, self.num_rows), min(first_row + count, self.num_rows))
         batch = self._maker.rows(self._plan, self._mask_key, real)
         if len(real) < count:
-            filler = self._maker.filler(count - len(real))
-            batch = {k: np.concatenate([batch[k], filler[k]]) for k in batch}
+            pad = count - len(real)
+            batch = {k: np.concatenate([v, np.zeros((pad, *v.shape[1:]), v.dtype)]) for k, v in batch.items()}
+            batch["input_ids"][len(real) :] = self._maker.tokenizer.pad_id
         return batch | {"row_ids": np.arange(offset, offset + count, dtype=np.int32)}
 
 

@@ -8,6 +8,7 @@ where it differs. Masking follows section 3.1, with whole words and spans of wor
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -56,15 +57,16 @@ def check(config: ExamplesConfig, model: BertConfig | None = None) -> None:
             raise ConfigError(f"examples.{name} is {value}; it must be between 0 and 1")
     if config.mask_share + config.random_share > 1.0 + 1e-9:
         raise ConfigError(
-            f"examples.mask_share {config.mask_share} and examples.random_share {config.random_share} add up to more than 1"
+            f"examples.mask_share {config.mask_share} and examples.random_share {config.random_share} add up to more "
+            "than 1; lower one of them"
         )
     for name in ("max_sequences_per_row", "max_predictions_per_row", "dupe_factor"):
         if getattr(config, name) < 0:
             raise ConfigError(f"examples.{name} is {getattr(config, name)}; it must be at least 0")
     if not config.pack and config.max_sequences_per_row > 1:
         raise ConfigError(
-            f"examples.max_sequences_per_row is {config.max_sequences_per_row} but examples.pack is false, which is one "
-            "pair a row; set one of the two"
+            f"examples.max_sequences_per_row is {config.max_sequences_per_row} but examples.pack is false, which is "
+            "one pair a row; set one of the two"
         )
 
 
@@ -268,8 +270,8 @@ class _OtherDocuments:
         if len(alone):
             if draw_from == "corpus":
                 raise ConfigError(
-                    f"next-sentence prediction draws second sides from another document, but all {len(hashes)} documents "
-                    "have the same text or there is only one; use more documents, or examples.sentence_task "
+                    f"next-sentence prediction draws second sides from another document, but there is no other text in "
+                    f"the {len(hashes)} document(s) here; use more documents, or examples.sentence_task "
                     '"none" or "sop"'
                 )
             number = int(sources[alone[0]])
@@ -359,6 +361,7 @@ def _cut_from_front(cut: np.ndarray, key: np.ndarray, side: int) -> np.ndarray:
     return front
 
 
+@functools.cache
 def prediction_counts(config: ExamplesConfig) -> np.ndarray:
     """How many pieces of a sequence are predicted, by its length with [CLS] and [SEP]: int64 [max_seq_length + 1].
 

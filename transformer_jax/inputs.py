@@ -7,6 +7,7 @@ position), so any batch can be made without making those before it, on any host,
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -63,17 +64,20 @@ def randint(high: Any, key: Any, *indices: Any) -> np.ndarray:
 def permute(key: np.uint64, size: int, index: np.ndarray) -> np.ndarray:
     """Where a random order of 0 .. size-1 sends `index`: int64, computed alone for each, with no table.
 
-    A Feistel network over the next even power of two, walked until it falls below `size` (Black and Rogaway 2002).
+    A Feistel network over pairs (left < a, right < b) with a * b just above `size`, walked until it falls below it
+    (Black and Rogaway 2002).
     """
-    half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
-    low = np.uint64((1 << int(half)) - 1)
+    a = math.isqrt(max(size - 1, 0)) + 1
+    b = -(-size // a)
     out = np.array(index, np.uint64, ndmin=1)
+    turns = [bits(key, turn) for turn in range(6)]
     todo = np.arange(len(out))
     while len(todo):
-        left, right = out[todo] >> half, out[todo] & low
-        for turn in range(6):
-            left, right = right, left ^ (bits(key, turn, right) & low)
-        out[todo] = (left << half) | right
+        right, left = np.divmod(out[todo], np.uint64(a))
+        for turn in range(0, 6, 2):
+            left = (left + (bits(turns[turn], right) >> np.uint64(32))) % np.uint64(a)
+            right = (right + (bits(turns[turn + 1], left) >> np.uint64(32))) % np.uint64(b)
+        out[todo] = right * np.uint64(a) + left
         todo = todo[out[todo] >= np.uint64(size)]
     return out.astype(np.int64)
 
