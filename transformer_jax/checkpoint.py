@@ -29,6 +29,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -355,7 +356,7 @@ def verify(checkpoint: Path | str) -> list[tuple[int, list[str]]]:
     Raises:
       UserError: there is no such folder, or nothing in it.
     """
-    root, step = _locate(checkpoint)
+    root, step = locate(checkpoint)
     found = _step_folders(root) if step is None else [step]
     if not found:
         raise NoCheckpointError(f"{root}: no checkpoints here", [])
@@ -489,7 +490,7 @@ def _step_folders(root: Path) -> list[int]:
     return sorted(int(p.name) for p in root.iterdir() if p.name.isdigit() and str(int(p.name)) == p.name and p.is_dir())
 
 
-def _locate(checkpoint: Path | str, step: int | None = None) -> tuple[Path, int | None]:
+def locate(checkpoint: Path | str, step: int | None = None) -> tuple[Path, int | None]:
     """The folder of steps and the step that `RUN`, `RUN@STEP` or the folder of a step names."""
     path = Path(checkpoint)
     if not path.is_dir():
@@ -510,7 +511,7 @@ def _locate(checkpoint: Path | str, step: int | None = None) -> tuple[Path, int 
 
 def _open(checkpoint: Path | str, step: int | None = None) -> Path:
     """The folder of the step to read, verified; the steps passed over are logged."""
-    root, step = _locate(checkpoint, step)
+    root, step = locate(checkpoint, step)
     chosen, skipped = _newest_verified(root, step)
     for number, reason in skipped:
         _log.warning("%s: passed over step %d: %s", root, number, reason)
@@ -519,7 +520,7 @@ def _open(checkpoint: Path | str, step: int | None = None) -> Path:
 
 def _newest_verified(root: Path, step: int | None = None) -> tuple[int, list[tuple[int, str]]]:
     if step is not None:
-        root, step = _locate(root, step)
+        root, step = locate(root, step)
         assert step is not None
         problems = _problems(root / str(step))
         if problems:
@@ -683,8 +684,10 @@ def _explained(path: Path) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0][:300] if lines else "") or type(error).__name__
+    line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    # TensorStore says which array first, then why, then codes and places in its source.
+    line = re.sub(r" \[(os_error_code|source locations)=.*", "", line)
+    return line if len(line) <= 300 else f"{line[:90]} ... {line[-200:]}"
 
 
 def _summary(problems: list[str]) -> str:
