@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("prepare", _prepare, "make the vocabulary and the token shards of a run's corpora, with a report", True)
     sub.add_argument("run", metavar="RUN.toml", help="a run file; any of its keys can be given as --section.key value")
     sub.add_argument("--workers", type=int, default=None, help="processes (default: one a core)")
+    sub.add_argument("--json", action="store_true", help="the data report as JSON")
 
     sub = command("pretrain", _pretrain, "train, or go on training: the same command resumes", True)
     sub.add_argument("run", metavar="RUN.toml", help="a run file; any of its keys can be given as --section.key value")
@@ -91,10 +92,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _prepare(args: argparse.Namespace, rest: list[str]) -> int:
-    from bert_jax.prepare import prepare
+    from bert_jax.prepare import prepare, report_text
     from bert_jax.run_file import load_run
 
-    print(prepare(load_run(args.run, rest), workers=args.workers))
+    report = prepare(load_run(args.run, rest), workers=args.workers)
+    print(json.dumps(report) if args.json else report_text(report))
     return 0
 
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from bert_jax import run_file
+from bert_jax import examples, run_file
 from bert_jax.config import PretrainConfig
-from bert_jax.data import EvaluationData, PretrainingData, check
+from bert_jax.data import EvaluationData, PretrainingData
 from bert_jax.loading import load
 from bert_jax.task import PretrainingTask
 from transformer_jax import checkpoint, config as core, optim, sharding
@@ -44,7 +44,7 @@ def resolve(config: PretrainConfig, shards: Shards) -> PretrainConfig:
             "entries; leave model.vocab_size out, or prepare the data with that vocabulary"
         )
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=found))
-    check(config.examples, config.model)
+    examples.check(config.examples, config.model)
     return config
 
 
@@ -147,6 +147,7 @@ def starting_state(
       The state, the step at which this phase's data begins, and lines to print.
     """
     notes: list[str] = []
+    checkpoints.folder.mkdir(parents=True, exist_ok=True)
     try:
         # The settings are compared first: a model of another size is better named than its arrays' shapes.
         stored = checkpoint.read_meta(checkpoints.folder)[2]
@@ -164,8 +165,8 @@ def starting_state(
                 f"checkpoint {restored.data['fingerprint'][:12]}); restore that data, use another run_dir, or --force"
             )
         notes += [f"changed since the checkpoint: {line}" for line in differences]
-        data.hint(restored.data)
         step = start_step(restored.data, config.train)
+        data.start_at(restored.data["rows"], restored.data["epoch"], restored.data["row_in_epoch"])
         state = TrainState(**restored.state)
         if step != restored.step:
             notes.append(f"train.batch_size changed: {restored.data['rows']} rows seen make this step {step}")

@@ -55,7 +55,7 @@ class PretrainingTask:
             "nsp": jnp.sum(batch["next_sentence_weights"]),
             "tokens": jnp.sum(real_BL).astype(jnp.float32),
             "slots": jnp.full((), real_BL.size, jnp.float32),
-            "squares": jnp.sum(lengths_BS**2),
+            "squared_lengths": jnp.sum(lengths_BS**2),
             "sequences": jnp.sum(lengths_BS > 0).astype(jnp.float32),
         }
 
@@ -87,7 +87,7 @@ class PretrainingTask:
         return model.model_flops(
             self.config,
             tokens=counts["tokens"],
-            squares=counts["squares"],
+            squared_lengths=counts["squared_lengths"],
             predictions=counts["mlm"],
             sequences=counts["sequences"],
         )
