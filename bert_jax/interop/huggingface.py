@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import importlib.metadata
 import json
 import logging
 import os
@@ -14,23 +16,34 @@ import shutil
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from bert_jax.config import BertConfig
-from bert_jax.interop.huggingface_names import Say, from_hf, to_hf
+from bert_jax.config import BertConfig, PretrainConfig
+from bert_jax.interop.huggingface_names import Say, absent_heads, from_hf, to_hf
 from bert_jax.interop.model_card import model_card
+from bert_jax.model import BertForPreTraining
 from transformer_jax import config as core
+from transformer_jax.checkpoint import Checkpoints, read_params
 from transformer_jax.config import UserError
+from transformer_jax.tokenizer import WordPiece
 
-if TYPE_CHECKING:
-    from transformer_jax.tokenizer import WordPiece
-
-__all__ = ["config_from_hf", "config_to_hf", "export", "from_hf", "read_folder", "to_hf"]
+__all__ = [
+    "config_from_hf",
+    "config_to_hf",
+    "export",
+    "from_hf",
+    "import_folder",
+    "open_folder",
+    "read_folder",
+    "to_hf",
+]
 
 TOLERANCE = 1e-4
 """Most that a logit of the written folder may differ from the model's, in float32."""
@@ -58,6 +71,7 @@ _SAME_FIELDS = (
 )
 """Settings that have the same name and meaning in both configurations."""
 _log = logging.getLogger(__name__).info
+_warn = logging.getLogger(__name__).warning
 
 
 def config_to_hf(config: BertConfig, tokenizer: WordPiece) -> dict[str, Any]:
@@ -94,12 +108,31 @@ def config_from_hf(data: Mapping[str, Any], where: str = "config.json") -> BertC
     return core.load(BertConfig, vocab_size | {k: data[k] for k in _SAME_FIELDS if k in data}, where)
 
 
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """What a Hugging Face folder holds."""
+
+    config: BertConfig
+    params: dict[str, Any]
+    tokenizer: WordPiece
+    drawn: tuple[str, ...]
+    """Heads ("pooler", "mlm", "nsp") that the folder lacks and that were drawn at random."""
+
+
 def read_folder(
     path: str | Path, *, seed: int | None = None, say: Say = _log
 ) -> tuple[BertConfig, dict[str, Any], WordPiece]:
-    """Configuration, parameters and tokenizer of a Hugging Face folder; safetensors weights, in one file or several.
+    """Configuration, parameters and tokenizer of a Hugging Face folder; arguments and errors as `open_folder`."""
+    folder = open_folder(path, seed=seed, say=say)
+    return folder.config, folder.params, folder.tokenizer
 
-    `seed` and `say` are those of `from_hf`.
+
+def open_folder(path: str | Path, *, seed: int | None = None, say: Say = _log) -> Folder:
+    """Read a Hugging Face folder with safetensors weights, in one file or several.
+
+    Args:
+      seed: draws heads that the folder lacks, as `from_hf` says; None refuses such a folder.
+      say: called with one line for whatever was left out, drawn or converted.
 
     Raises:
       UserError: a file is missing, broken or a pickle; or as in `config_from_hf`, `from_hf` and the tokenizer.
@@ -108,13 +141,14 @@ def read_folder(
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     config = config_from_hf(_read_json(folder / "config.json"), str(folder / "config.json"))
+    tensors = _read_tensors(folder)
     try:
-        params = from_hf(_read_tensors(folder), config, seed=seed, say=say)
+        params = from_hf(tensors, config, seed=seed, say=say)
     except UserError as e:
-        raise UserError(f"{folder}: {e}" if str(folder) not in str(e) else str(e)) from None
-    from transformer_jax.tokenizer import WordPiece
-
+        hint = "; with a seed, a pooler and heads that are missing as a whole are drawn" if seed is None else ""
+        raise UserError(f"{folder}: {e}{hint if absent_heads(tensors, config) else ''}") from None
     tokenizer = WordPiece.load(folder)
+    _check_tokenizer(folder, tokenizer)
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} entries, the model only {config.vocab_size} rows "
@@ -122,7 +156,7 @@ def read_folder(
         )
     if tokenizer.vocab_size < config.vocab_size:
         say(f"{config.vocab_size - tokenizer.vocab_size} rows of the vocabulary have no entry in the tokenizer")
-    return config, params, tokenizer
+    return Folder(config, params, tokenizer, absent_heads(tensors, config))
 
 
 def probe_batch(config: BertConfig) -> dict[str, np.ndarray]:
@@ -151,16 +185,38 @@ def probe_batch(config: BertConfig) -> dict[str, np.ndarray]:
 
 def probe_logits(params: Mapping[str, Any], config: BertConfig) -> dict[str, np.ndarray]:
     """MLM logits [4, 4, vocab_size] and NSP logits [4, 1, 2] on `probe_batch`, computed in float32 without dropout."""
-    import jax
-
-    from bert_jax.model import BertForPreTraining
-
     model = BertForPreTraining(dataclasses.replace(config, dtype="float32", remat="none"))
-    out = jax.jit(lambda p, batch: model.apply({"params": p}, **batch))(dict(params), probe_batch(config))
-    return {
-        "MLM": np.asarray(out["mlm_logits_BPV"])[..., : config.vocab_size],
-        "NSP": np.asarray(out["nsp_logits_BS2"]),
-    }
+    mlm, nsp = _logits(model, dict(params), probe_batch(config))
+    return {"MLM": np.asarray(mlm)[..., : config.vocab_size], "NSP": np.asarray(nsp)}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(model: BertForPreTraining, params: dict[str, Any], batch: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    out: Any = model.apply({"params": params}, **batch)
+    return out["mlm_logits_BPV"], out["nsp_logits_BS2"]
+
+
+def export_checkpoint(
+    checkpoint: str | Path, out: str | Path, *, extra_card: Mapping[str, Any] | None = None, overwrite: bool = False
+) -> Path:
+    """`export` of a run, RUN@STEP or another Hugging Face folder; the card's facts come from the checkpoint."""
+    from bert_jax.loading import load  # it imports this module
+
+    found = load(checkpoint)
+    facts: dict[str, Any] = {}
+    if found.step is not None:
+        facts["step"] = found.step
+    if "data" in found.meta:
+        facts["data_fingerprint"] = found.meta["data"]["fingerprint"]
+        facts["sources"] = ", ".join(found.meta["data"]["sources"])
+    if found.drawn:
+        facts["never_trained"] = ", ".join(found.drawn) + ": random numbers"
+    if found.meta and "imported_from" not in found.meta:
+        settings = found.meta["config"]
+        facts |= {"name": Path(settings["run_dir"]).name, "command": "bert-jax pretrain RUN.toml", "settings": settings}
+        facts["sentence_task"] = settings["examples"]["sentence_task"]
+    facts |= extra_card or {}
+    return export(found.params, found.config, found.tokenizer, out, extra_card=facts, overwrite=overwrite)
 
 
 def export(
@@ -178,8 +234,8 @@ def export(
     Args:
       params: nested dict of arrays without Flax boxes, vocabulary padded.
       reference: what `probe_logits` gave where the model was trained; None computes it here from `params`.
-      extra_card: facts for the model card. `name`, `licence`, `language` and `settings` (a nested dict) have their
-        places; all others become rows of a table.
+      extra_card: facts for the model card. `name`, `licence`, `language`, `sentence_task` and `settings` (nested) have
+        their places; all others become rows of a table.
       overwrite: replace an earlier export. Any other folder that is not empty is refused.
 
     Returns:
@@ -199,15 +255,56 @@ def export(
     return out
 
 
+def import_folder(source: str | Path, run_dir: str | Path, *, seed: int | None = 0, say: Say = _warn) -> Path:
+    """Make a run folder whose step 0 holds the parameters and tokenizer of a Hugging Face folder.
+
+    `pretrain` starts from it by `[init]`, and `export` gives the same tensors again.
+
+    Args:
+      seed: draws heads that the source lacks, as `from_hf` says; None refuses such a source.
+
+    Returns:
+      `run_dir`.
+
+    Raises:
+      UserError: as `open_folder`; or `run_dir` is in use, the disk refuses, or the checkpoint reads back changed.
+        Nothing is then left at `run_dir`.
+    """
+    run_dir = Path(run_dir)
+    if run_dir.exists() and not (run_dir.is_dir() and not any(run_dir.iterdir())):
+        raise UserError(f"{run_dir} is in use; give a folder that is new or empty")
+    found = open_folder(source, seed=seed, say=say)
+    config = PretrainConfig(run_dir=str(run_dir), model=found.config, tokenizer=found.tokenizer.config)
+    meta = {
+        "config": core.to_builtins(config),
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "orbax-checkpoint")},
+        "tokenizer": found.tokenizer.files(),
+        "tokenizer_digest": found.tokenizer.digest,
+        "imported_from": Path(source).name,
+        "drawn": list(found.drawn),
+        "naming": 1,
+    }
+    zero = np.zeros((), np.int32)
+    state = {"step": zero, "params": found.params, "nonfinite_total": zero, "nonfinite_in_row": zero}
+    with _new_folder(run_dir) as folder:
+        (folder / "config.toml").write_text(core.dump_toml(config), encoding="utf-8")
+        found.tokenizer.save(folder / "tokenizer")
+        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+        checkpoints.save(0, jax.tree.map(jnp.asarray, state), {}, meta)
+        checkpoints.close()
+        stored = to_hf(read_params(folder)[1], found.config)
+        for name, tensor in to_hf(found.params, found.config).items():
+            if not np.array_equal(stored[name], tensor, equal_nan=True):
+                raise UserError(f"import failed its own check: tensor {name} reads back changed; nothing was written")
+    return run_dir
+
+
 def _write(
     folder: Path, params: Mapping[str, Any], config: BertConfig, tokenizer: WordPiece, card: Mapping[str, Any]
 ) -> None:
     save_file(to_hf(params, config), folder / "model.safetensors", metadata={"format": "pt"})
     _write_json(folder / "config.json", config_to_hf(config, tokenizer))
-    files = dict(tokenizer.files())
-    settings = json.loads(files["tokenizer_config.json"]) | {"model_max_length": config.max_position_embeddings}
-    files["tokenizer_config.json"] = json.dumps(settings, indent=2, ensure_ascii=False, sort_keys=True) + "\n"
-    for name, text in files.items():
+    for name, text in tokenizer.files(model_max_length=config.max_position_embeddings).items():
         (folder / name).write_bytes(text.encode())
     (folder / "README.md").write_text(model_card(config, tokenizer, card), encoding="utf-8")
 
@@ -223,27 +320,46 @@ def _verify(
     read_config, read_params, read_tokenizer = read_folder(folder)
     for field in _SAME_FIELDS:
         if getattr(read_config, field) != getattr(config, field):
-            raise UserError(f"export failed its own check: {field} reads back as {getattr(read_config, field)!r}")
+            raise _failed(f"{field} reads back as {getattr(read_config, field)!r}")
     # What the file does not carry (layers, padding of the vocabulary) is ours.
     read_params = from_hf(to_hf(read_params, read_config), config)
     expected = reference if reference is not None else probe_logits(params, config)
     found = probe_logits(read_params, config)
     for head, value in found.items():
+        if not np.isfinite(expected[head]).all():
+            raise UserError(f"the model's own {head} logits are not finite, so it is not exported")
         gap = np.max(np.abs(value - expected[head]))
         if not gap <= TOLERANCE:  # NaN too
-            raise UserError(
-                f"export failed its own check: {head} logits of the written folder differ by {gap:.3g} from the "
-                f"model's, more than {TOLERANCE:g}; nothing was written"
-            )
+            raise _failed(f"{head} logits of the written folder differ by {gap:.3g}, more than {TOLERANCE:g}")
     written, meant = to_hf(read_params, config), to_hf(params, config)
     for name, tensor in meant.items():
         if not np.array_equal(written[name], tensor):
-            raise UserError(f"export failed its own check: tensor {name} reads back changed; nothing was written")
-    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+            raise _failed(f"tensor {name} reads back changed")
     for text in SAMPLE_TEXTS:
-        ids = tokenizer.encode(text)
-        if read_tokenizer.encode(text) != ids or library.encode(text, add_special_tokens=False).ids != ids:
-            raise UserError(f"export failed its own check: other token ids for {text!r}; nothing was written")
+        if read_tokenizer.encode(text) != tokenizer.encode(text):
+            raise _failed(f"other token ids for {text!r}")
+
+
+def _failed(what: str) -> UserError:
+    return UserError(f"export failed its own check, so nothing was written: {what}")
+
+
+def _check_tokenizer(folder: Path, tokenizer: WordPiece) -> None:
+    """Compare what we made of a folder's tokenizer files with what the `tokenizers` library makes of them."""
+    if not (folder / "tokenizer.json").exists():
+        return
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.no_padding()
+    library.no_truncation()
+    # Only our own programs know of a pre-splitter.
+    plain = WordPiece(tokenizer.vocab, dataclasses.replace(tokenizer.config, pre_splitter=""))
+    for text in SAMPLE_TEXTS:
+        ours, theirs = plain.encode(text), library.encode(text, add_special_tokens=False).ids
+        if ours != theirs:
+            raise UserError(
+                f"{folder}: tokenizer.json cuts text in a way that is not supported here: {text!r} has the ids "
+                f"{theirs} by the library, {ours} by ours"
+            )
 
 
 def _check_target(out: Path, overwrite: bool) -> None:

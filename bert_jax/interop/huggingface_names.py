@@ -121,15 +121,11 @@ def from_hf(
     found = _published_names(tensors, say)
     _drop_decoder(found)
     table = entries(config)
-    missing = {e.name for e in table} - set(found)
-    drawn = []
-    for head, start in HEADS.items():
-        names = {e.name for e in table if e.name.startswith(start)}
-        if names <= missing:
-            drawn.append(head)
-            if seed is not None:
-                missing -= names
-    _check_names({e.name for e in table} & (set(found) | missing), set(found), "tensors")
+    names = {e.name for e in table}
+    drawn = _absent_heads(found, table)
+    if seed is not None:
+        names = {name for name in names if not name.startswith(tuple(HEADS[head] for head in drawn))}
+    _check_names(names, set(found), "tensors")
     if drawn and seed is not None:
         say(f"drawn at random with seed {seed}, since the source has none: {', '.join(drawn)}")
 
@@ -156,6 +152,19 @@ def from_hf(
             node = node.setdefault(part, {})
         node[entry.path[-1]] = np.ascontiguousarray(value)
     return params
+
+
+def absent_heads(tensors: Mapping[str, np.ndarray], config: BertConfig) -> tuple[str, ...]:
+    """Which of the pooler ("pooler") and the heads ("mlm", "nsp") the published tensors lack as a whole."""
+    found = _published_names(tensors, lambda _: None)
+    _drop_decoder(found)
+    return _absent_heads(found, entries(config))
+
+
+def _absent_heads(found: Mapping[str, np.ndarray], table: list[Entry]) -> tuple[str, ...]:
+    return tuple(
+        head for head, start in HEADS.items() if not any(e.name in found for e in table if e.name.startswith(start))
+    )
 
 
 def _our_shape(entry: Entry, config: BertConfig) -> tuple[int, ...]:

@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bert_jax.config import BertConfig
 from bert_jax.interop.huggingface_names import entries
 from transformer_jax import config as core
+from transformer_jax.tokenizer import WordPiece
 
-if TYPE_CHECKING:
-    from transformer_jax.tokenizer import WordPiece
+SENTENCE_LABELS = {
+    "nsp": """`seq_relationship_logits[:, 0]` is the score of "the second text follows the first", `[:, 1]` of "it does
+not": label 0 means *is next*.""",
+    "sop": """Trained on sentence order: `seq_relationship_logits[:, 0]` is the score of "the two texts are in order",
+`[:, 1]` of "they were swapped": label 0 means *in order*.""",
+    "none": "It was not trained in this run.",
+}
+"""What the two logits mean, by the run's `examples.sentence_task`."""
 
 
 def model_card(config: BertConfig, tokenizer: WordPiece, facts: Mapping[str, Any]) -> str:
@@ -20,6 +27,7 @@ def model_card(config: BertConfig, tokenizer: WordPiece, facts: Mapping[str, Any
     facts = dict(facts)
     name, licence = facts.pop("name", "BERT"), facts.pop("licence", "")
     language, settings = facts.pop("language", ""), facts.pop("settings", {})
+    labels = SENTENCE_LABELS[facts.pop("sentence_task", "nsp")]
     head: dict[str, Any] = {"license": licence or "unknown", "library_name": "transformers"}
     if language:
         head["language"] = language
@@ -28,10 +36,9 @@ def model_card(config: BertConfig, tokenizer: WordPiece, facts: Mapping[str, Any
     count = sum(math.prod(e.shape) for e in entries(config))
     words = tokenizer.config
     rows: list[tuple[str, object]] = [
-        (
-            "layers, hidden size, heads",
-            f"{config.num_hidden_layers}, {config.hidden_size}, {config.num_attention_heads}",
-        ),
+        ("layers", config.num_hidden_layers),
+        ("hidden size", config.hidden_size),
+        ("attention heads", config.num_attention_heads),
         ("parameters, with both heads", f"{count:,}"),
         ("vocabulary", f"{config.vocab_size:,}"),
         ("longest input", f"{config.max_position_embeddings} pieces, [CLS] and [SEP] included"),
@@ -39,6 +46,8 @@ def model_card(config: BertConfig, tokenizer: WordPiece, facts: Mapping[str, Any
         ("accents", "removed" if (words.lowercase if words.strip_accents is None else words.strip_accents) else "kept"),
         ("licence", licence or "not stated"),
     ]
+    if words.pre_splitter:
+        rows.append(("spaces put in beforehand", f"by `{words.pre_splitter}`; tokenizer.json does not do it"))
     rows += [(str(key).replace("_", " "), value) for key, value in facts.items()]
     table = "\n".join(f"| {key} | {value} |".replace("\n", " ") for key, value in rows)
     block = f"\n## Settings\n\n```toml\n{core.dump_toml(settings)}```\n" if settings else ""
@@ -57,8 +66,7 @@ BERT with its masked-language and next-sentence heads. `BertForPreTraining`, `Be
 
 ## The sentence head
 
-`seq_relationship_logits[:, 0]` is the score of "the second text follows the first", `[:, 1]` of "it does not":
-label 0 means *is next*.
+{labels}
 
 ## How it was checked
 

@@ -1,0 +1,40 @@
+"""A model and a tokenizer small enough to be made anew in each test."""
+
+import numpy as np
+
+from bert_jax.config import BertConfig
+from bert_jax.interop import huggingface
+from bert_jax.interop.huggingface_names import entries
+from transformer_jax.tokenizer import WordPiece
+from transformer_jax.tokenizer_config import WordPieceConfig
+
+
+def tiny_config(**changes) -> BertConfig:
+    settings = {
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "vocab_size": 101,
+        "max_position_embeddings": 32,
+    }
+    return BertConfig(**{**settings, **changes})
+
+
+def tiny_tokenizer(lowercase: bool = True) -> WordPiece:
+    letters = "abcdefghijklmnopqrstuvwxyz" + ("" if lowercase else "ABCDEHWÉé")
+    words = ["the", "hello", "world", "Hello", "World", "深", "度", ".", ",", "##orld", "##ello", "going"]
+    pieces = [*words, *letters, *(f"##{c}" for c in letters)]
+    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces]
+    vocab += [f"[unused{i}]" for i in range(len(vocab) % 8 == 0)]
+    return WordPiece(vocab, WordPieceConfig(lowercase=lowercase))
+
+
+def random_tensors(config: BertConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """Every published tensor, at random, LayerNorm included."""
+    rng = np.random.default_rng(seed)
+    return {e.name: rng.normal(size=e.shape).astype(np.float32) * 0.3 for e in entries(config)}
+
+
+def random_params(config: BertConfig, seed: int = 0):
+    return huggingface.from_hf(random_tensors(config, seed), config)
