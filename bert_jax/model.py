@@ -213,7 +213,7 @@ def count_parameters(config: BertConfig) -> dict[str, int]:
 
 
 def model_flops(
-    config: BertConfig, *, tokens: float, squared_lengths: float, predictions: float, sequences: float
+    config: BertConfig, *, tokens: float, squares: float, predictions: float, sequences: float
 ) -> float:
     """Floating-point operations that one training step on these examples needs: three forward passes' products.
 
@@ -222,12 +222,12 @@ def model_flops(
 
     Args:
       tokens: real tokens.
-      squared_lengths: sum of the squared lengths of the sequences.
+      squares: sum of the squared lengths of the sequences.
       predictions: masked positions with a weight.
       sequences: sequences with a next-sentence label.
     """
     h = config.hidden_size
-    forward = encoder_flops(config, tokens, squared_lengths)
+    forward = encoder_flops(config, tokens, squares)
     forward += 2.0 * predictions * (h * h + h * config.vocab_size)
     forward += 2.0 * sequences * (h * h + 2 * h)
     return 3.0 * forward
