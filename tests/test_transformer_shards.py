@@ -226,13 +226,9 @@ def test_tokens_stay_on_disk(tmp_path):
         hashes=np.array([1], np.uint64),
     )
     entry = shards.write_shard(tmp_path, "train-00000", arrays, 100)
-    shards.write_manifest(
-        tmp_path,
-        vocab_size=100,
-        tokenizer=shards.write_tokenizer(tmp_path, Pieces()),
-        source_names=["a"],
-        splits={"train": [entry]},
-    )
+    tokenizer = shards.write_tokenizer(tmp_path, Pieces())
+    manifest = shards.make_manifest(vocab_size=100, tokenizer=tokenizer, source_names=["a"], splits={"train": [entry]})
+    shards.write_manifest(tmp_path, manifest)
     tracemalloc.start()
     train = Shards.open(tmp_path)
     assert train.gather(np.array([3_999_000]), np.array([1000])).sum() == 1000

@@ -166,23 +166,22 @@ def write_tokenizer(folder: Path, tokenizer: WordPiece) -> dict[str, Any]:
     return {"digest": tokenizer.digest, "files": {name: describe_file(target / name) for name in tokenizer.files()}}
 
 
-def write_manifest(
-    folder: Path,
+def make_manifest(
     *,
     vocab_size: int,
     tokenizer: Mapping[str, Any],
     source_names: Sequence[str],
     splits: Mapping[str, Sequence[Mapping[str, Any]]],
     made_from: Mapping[str, Any] | None = None,
-) -> None:
-    """Write manifest.json, which makes the folder complete.
+) -> dict[str, Any]:
+    """The manifest as it will be written.
 
     Args:
       tokenizer: what `write_tokenizer` returned.
       splits: for each split what `write_shard` returned, in order.
       made_from: digests of the inputs, by which a second preparation knows that nothing has changed.
     """
-    manifest = {
+    return {
         "format": FORMAT,
         "version": VERSION,
         "vocab_size": vocab_size,
@@ -192,6 +191,10 @@ def write_manifest(
         "splits": {split: [dict(entry) for entry in entries] for split, entries in splits.items()},
         "made_from": dict(made_from or {}),
     }
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write manifest.json, which makes the folder complete."""
     write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -531,13 +534,13 @@ def write_prepared(
             )
             name = f"{split}-{start // size:05d}"
             entries[split].append(write_shard(folder, name, arrays, tokenizer.vocab_size))
-    write_manifest(
-        folder,
+    manifest = make_manifest(
         vocab_size=tokenizer.vocab_size,
         tokenizer=write_tokenizer(folder, tokenizer),
         source_names=source_names or [f"source-{i}" for i in range(highest + 1)],
         splits=entries,
     )
+    write_manifest(folder, manifest)
 
 
 def _hash_of_ids(document: Sequence[Sequence[int]]) -> int:
