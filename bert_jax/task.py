@@ -87,7 +87,7 @@ class PretrainingTask:
         return model.model_flops(
             self.config,
             tokens=counts["tokens"],
-            squared_lengths=counts["squared_lengths"],
+            squares=counts["squared_lengths"],
             predictions=counts["mlm"],
             sequences=counts["sequences"],
         )
