@@ -401,9 +401,10 @@ def test_one_line_gives_one_padded_example(tmp_path: Path) -> None:
     shards = prepared(tmp_path, [[[11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]])
     stream = PretrainingData(shards, ExamplesConfig(sentence_task="none"), 0)
     assert stream.num_rows(0) == 1
-    batch = stream.batch(0, 4)  # four epochs of it
-    assert (batch["sequence_ids"] > 0).sum(1).tolist() == [12] * 4
+    batch = stream.batch(0, 8)  # eight epochs of it, each with masks of its own
+    assert (batch["sequence_ids"] > 0).sum(1).tolist() == [12] * 8
     assert (batch["masked_lm_weights"].sum(1) == 2).all()
+    assert len({tuple(row) for row in batch["masked_lm_positions"].tolist()}) > 3
 
 
 def test_words_are_masked_whole_with_pieces_and_with_given_boundaries(tmp_path: Path) -> None:
