@@ -48,7 +48,9 @@ def load(
         bert = bert_jax.load("runs/demo")               # or "runs/demo@2000", or a Hugging Face folder
         ids, _ = bert.tokenizer.encode_query("Good [MASK], sir.")
         row = jnp.array([[bert.tokenizer.cls_id, *ids, bert.tokenizer.sep_id]])
-        out = bert.model.apply({"params": bert.params}, row, 0 * row, jnp.arange(row.size)[None], 0 * row + 1)
+        out = jax.jit(bert.model.apply)({"params": bert.params}, row, 0 * row, jnp.arange(row.size)[None], 0 * row + 1)
+
+    The arguments of `apply` are ids, segments (0 or 1), positions, and 1 where there is a piece or 0 for padding.
 
     Args:
       checkpoint: a run folder (its newest step that verifies), RUN@STEP, or a Hugging Face folder.

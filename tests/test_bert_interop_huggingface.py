@@ -1,5 +1,6 @@
 """Hugging Face folders: names, layouts, the export's own check, and reading back."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from tiny_bert import random_params, random_tensors, tiny_config, tiny_tokenizer
 from bert_jax import loading
 from bert_jax.config import BertConfig, PretrainConfig
 from bert_jax.interop import huggingface
+from bert_jax.task import PretrainingTask
 from transformer_jax import config as config_module
-from transformer_jax.config import UserError
+from transformer_jax import optim, train
+from transformer_jax.config import OptimizerConfig, UserError
 from transformer_jax.tokenizer import WordPiece
 
 
@@ -391,3 +394,51 @@ def test_import_draws_heads_only_when_told_and_leaves_nothing_when_it_fails(tmp_
     assert "mlm, nsp" in said[0]
     with pytest.raises(UserError, match="is in use"):
         huggingface.import_folder(source, tmp_path / "run", seed=1)
+
+
+def training_batch(config):
+    """Two pairs that differ in their second side: the first is next (0), the second is not (1)."""
+    batch = {name: value[:1].repeat(2, axis=0) for name, value in huggingface.probe_batch(config).items()}
+    second = batch["token_type_ids"] == 1
+    batch["input_ids"][1] = np.where(second[1], (batch["input_ids"][1] + 11) % config.vocab_size, batch["input_ids"][1])
+    rows, picks = batch["masked_lm_positions"].shape
+    return batch | {
+        "masked_lm_ids": np.full((rows, picks), 7, np.int32),
+        "masked_lm_weights": np.ones((rows, picks), np.float32),
+        "next_sentence_labels": np.array([[0], [1]], np.int32),
+        "next_sentence_weights": np.ones((rows, 1), np.float32),
+        "row_ids": np.arange(rows, dtype=np.int32),
+    }
+
+
+def trained(config, params, batch, count, next_sentence, **settings):
+    """Parameters after `count` training steps on the one batch."""
+    task = PretrainingTask(config, batch["input_ids"].shape[1], next_sentence)
+    optimizer = optim.make(OptimizerConfig(schedule="constant", **settings), count)
+    step = jax.jit(
+        functools.partial(train.train_step, task=task, optimizer=optimizer, accumulate=1, clip_norm=1.0),
+    )
+    zero = jnp.zeros((), jnp.int32)
+    params = jax.tree.map(jnp.asarray, params)
+    state = train.TrainState(zero, params, optimizer.init(params), zero, zero)
+    for _ in range(count):
+        state, _ = step(state, batch, jax.random.key(0))
+    return jax.tree.map(np.asarray, state.params)
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="weight decay still reaches a head that the run does not train")
+def test_the_pooler_is_kept_by_training_that_does_not_use_it(tmp_path):
+    """C079: import, 5 steps of masked LM alone (with weight decay), export."""
+    tokenizer = tiny_tokenizer()
+    config = tiny_config(vocab_size=tokenizer.vocab_size, num_hidden_layers=1, hidden_dropout_prob=0.0)
+    source = huggingface.export(random_params(config), config, tokenizer, tmp_path / "source")
+    _, params, _ = huggingface.read_folder(source)
+    params = trained(
+        config, params, training_batch(config), 5, next_sentence=False, learning_rate=1e-2, weight_decay=0.1
+    )
+    out = huggingface.export(params, config, tokenizer, tmp_path / "out")
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, out))
+    for name in before:
+        kept = name.startswith(("bert.pooler.", "cls.seq_relationship."))
+        assert np.array_equal(before[name], after[name]) is kept, name
