@@ -31,7 +31,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -672,15 +673,32 @@ def _read_json(path: Path, item: str) -> dict[str, Any]:
 # Orbax's ways
 
 
+class _WithoutLateReads:
+    """An unraisable hook that drops what the remaining reads say when they end after one of them has failed."""
+
+    def __init__(self, previous: Callable[[Any], Any]):
+        self.previous = previous
+
+    def __call__(self, event: Any) -> None:
+        if not (isinstance(event.exc_value, RuntimeError) and str(event.exc_value) == "Event loop is closed"):
+            self.previous(event)
+
+
 @contextlib.contextmanager
-def _explained(path: Path) -> Any:
+def _explained(path: Path) -> Iterator[None]:
     """Turn what Orbax and TensorStore raise while reading into one message."""
+    before = sys.unraisablehook
+    if not isinstance(before, _WithoutLateReads):
+        sys.unraisablehook = _WithoutLateReads(before)
     try:
         yield
     except CheckpointError:
+        sys.unraisablehook = before
         raise
     except Exception as e:
+        # The hook stays: other reads of the same call may still be under way.
         raise CheckpointError(f"{path} cannot be read: {_first_line(e)}") from e
+    sys.unraisablehook = before
 
 
 def _first_line(error: BaseException) -> str:
