@@ -422,19 +422,30 @@ def test_progress_counts_up_to_the_whole_corpus(tmp_path):
     assert (encoding[-1].documents, encoding[-1].text_bytes, encoding[-1].total_bytes) == (60, size, size)
 
 
-def test_a_task_adds_sections_to_the_report_and_only_they_are_made_anew(tmp_path, encoded):
+def test_a_task_adds_a_section_to_the_report_and_only_it_is_made_anew(tmp_path, encoded):
     def describe(split):
-        return {"masking": {"share masked": 0.15 * split.num_documents / split.num_documents}}
+        return {"share_masked": 0.15, "documents": split.num_documents, "length_histogram": {"1-8": 3, "9-16": 1}}
 
     first = run(tmp_path, corpus(), describe=describe, described_with={"seq": 128})
-    assert first["masking"] == {"share masked": 0.15}
-    assert "share masked  15.00%" in (tmp_path / "report.txt").read_text(encoding="utf-8")
+    assert first["examples"]["share_masked"] == 0.15
+    assert first["examples"]["documents"] == first["documents"]["train"]
+    text = (tmp_path / "report.txt").read_text(encoding="utf-8")
+    assert re.search(r"share_masked +15\.00%", text) and re.search(r"9-16 +1 +25\.0%  #+", text)
     encoded.clear()
-    second = run(tmp_path, corpus(), describe=lambda s: {"masking": {"share masked": 0.2}}, described_with={"seq": 128})
-    third = run(tmp_path, corpus(), describe=lambda s: {"masking": {"share masked": 0.2}}, described_with={"seq": 512})
+    second = run(tmp_path, corpus(), describe=lambda s: {"share_masked": 0.2}, described_with={"seq": 128})
+    third = run(tmp_path, corpus(), describe=lambda s: {"share_masked": 0.2}, described_with={"seq": 512})
     assert second == first
-    assert third["masking"] == {"share masked": 0.2} and {**third, **first} == first
+    assert third["examples"] == {"share_masked": 0.2}
+    assert all(third[key] == first[key] for key in first if key not in ("examples", "described_with"))
     assert encoded == [] and json.loads((tmp_path / "report.json").read_text()) == third
+
+
+def test_what_readers_keep_beside_the_shards_is_no_obstacle(tmp_path):
+    (tmp_path / "plans").mkdir()
+    run(tmp_path, corpus())
+    with pytest.raises(UserError, match="the corpus is empty"):
+        run(tmp_path, [], made_from={"documents": 0})
+    assert not tmp_path.exists()
 
 
 def test_the_report_says_what_is_in_the_shards(tmp_path):

@@ -181,10 +181,16 @@ def test_unfinished_absent_and_foreign_folders_are_told_apart(prepared, tmp_path
         Shards.open(prepared)
 
 
-def test_a_split_without_documents_is_a_clear_error(tmp_path):
+def test_a_split_without_documents_opens_empty_and_an_unknown_one_is_an_error(tmp_path):
     shards.write_prepared(tmp_path, Pieces(), {"train": [[[1]]], "heldout": []})
-    with pytest.raises(UserError, match=r"no documents in the split `heldout` \(splits with documents: train\)"):
-        Shards.open(tmp_path, "heldout")
+    heldout = Shards.open(tmp_path, "heldout")
+    assert (heldout.num_documents, heldout.num_sentences, heldout.num_tokens) == (0, 0, 0)
+    assert heldout.tokens_by_id().sum() == 0 and not heldout.has_words
+    assert len(heldout.document_sources) == len(heldout.document_hashes) == 0
+    with pytest.raises(IndexError, match="empty"):
+        heldout.gather(np.array([0]), np.array([1]))
+    with pytest.raises(UserError, match="has no split `test`; it has train, heldout"):
+        Shards.open(tmp_path, "test")
 
 
 def test_the_fingerprint_is_of_content_and_not_of_place(prepared, tmp_path):

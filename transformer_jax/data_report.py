@@ -84,14 +84,14 @@ def render(report: Mapping[str, Any]) -> str:
             lines += ["", f"{title}: {_value(section, title)}"]
             continue
         lines += ["", title]
-        counts = section.get("counts")
         plain = {k: v for k, v in section.items() if not isinstance(v, Mapping)}
-        tables = {k: v for k, v in section.items() if isinstance(v, Mapping) and k != "counts"}
+        inner = {k: v for k, v in section.items() if isinstance(v, Mapping)}
+        histograms = {k: v for k, v in inner.items() if k == "counts" or k.endswith("histogram")}
         width = max(map(len, plain), default=0)
         lines += [f"  {key.ljust(width)}  {_value(value, key)}" for key, value in plain.items()]
-        lines += _table(tables)
-        if isinstance(counts, Mapping):
-            lines += _bars(counts)
+        lines += _table({k: v for k, v in inner.items() if k not in histograms})
+        for name, counts in histograms.items():
+            lines += ([] if name == "counts" else [f"  {name}"]) + _bars(counts)
     return "\n".join(lines) + "\n"
 
 
@@ -122,7 +122,7 @@ def _table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _bars(counts: Mapping[str, int]) -> list[str]:
-    total, most = sum(counts.values()), max(counts.values(), default=1)
+    total, most = max(1, sum(counts.values())), max(1, *counts.values())
     width = max(map(len, counts), default=0)
     return [
         f"  {label.rjust(width)}  {count:>12,}  {count / total:6.1%}  {'#' * round(40 * count / most)}".rstrip()

@@ -72,6 +72,7 @@ class Progress:
     kept: int
     """Chunks kept from an earlier run."""
     seconds: float
+    """Since the stage began."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +126,8 @@ def prepare(
       progress: called as work goes on.
       say: called with messages for the user.
       resume: False makes everything anew.
-      describe: a task's own sections of the data report, from the finished training split.
-      described_with: settings those sections depend on; when only they have changed, only the report is made anew.
+      describe: a task's own section of the data report ("examples"), from the finished training split.
+      described_with: settings that section depends on; when only they have changed, only the report is new.
 
     Returns:
       The data report, as in report.json.
@@ -359,7 +360,7 @@ class _Run:
         max_unknown_rate: float,
     ) -> list[dict[str, Any]]:
         """Every chunk of the stream, encoded or kept; returns their sidecars in order."""
-        self._seen = [0, 0]
+        self._seen, self._started = [0, 0], time.monotonic()
         done: dict[int, dict[str, Any]] = {}
         kept = 0
         unknown = UnknownCounter()
@@ -680,7 +681,7 @@ def _locked(out: Path) -> Iterator[None]:
         new = not out.exists()
         out.mkdir(parents=True, exist_ok=True)
         if not new and not (out / shards.MANIFEST).exists() and not (out / CHUNKS).exists():
-            strangers = sorted(p.name for p in out.iterdir() if p.name != ".lock")
+            strangers = sorted(p.name for p in out.iterdir() if p.name not in (".lock", shards.CACHES))
             if strangers:
                 raise UserError(
                     f"{out} holds files that `prepare` did not make ({', '.join(strangers[:3])}); name a new folder"
@@ -723,7 +724,7 @@ def remove_made(out: Path) -> None:
     (out / shards.MANIFEST).unlink(missing_ok=True)
     for path in _made_shards(out):
         shutil.rmtree(path, ignore_errors=True)
-    for folder in (CHUNKS, shards.TOKENIZER):
+    for folder in (CHUNKS, shards.TOKENIZER, shards.CACHES):
         shutil.rmtree(out / folder, ignore_errors=True)
     for file in (data_report.JSON, data_report.TEXT):
         (out / file).unlink(missing_ok=True)
@@ -762,7 +763,8 @@ def _report(
     heldout = Shards(out, "heldout", manifest) if manifest["splits"]["heldout"] else None
     report = data_report.make(manifest, train, heldout)
     if describe is not None:
-        report |= {"described_with": wanted, **json.loads(json.dumps(describe(train)))}
+        report["examples"] = json.loads(json.dumps(describe(train)))
+        report["described_with"] = wanted
     with _disk_errors(out):
         data_report.write(out, report)
     return report

@@ -43,6 +43,8 @@ FORMAT = "token-shards"
 VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
+CACHES = "plans"
+"""Folder in which readers keep what they have worked out from the shards; it can always be made again."""
 MAX_SOURCES = 1 << 16
 
 
@@ -329,7 +331,7 @@ class Shards:
         self.source_names: list[str] = list(manifest["source_names"])
         entries = manifest["splits"][split]
         self._paths = [folder / entry["name"] for entry in entries]
-        self.has_words = all("words.npy" in entry["files"] for entry in entries)
+        self.has_words = bool(entries) and all("words.npy" in entry["files"] for entry in entries)
         self._maps = _Maps()
 
         def column(entry: Mapping[str, Any], file: str) -> np.ndarray:
@@ -350,27 +352,29 @@ class Shards:
             tokens += entry["tokens"]
             sentences += entry["sentences"]
         self._token_starts = np.asarray(token_starts, dtype=np.int64)
-        self._token_ends = np.append(self._token_starts[1:], tokens)
+        self._token_ends = np.append(self._token_starts[1:], np.int64(tokens))
         self.sentence_offsets = np.concatenate(sentence_parts)
         self.document_offsets = np.concatenate(document_parts)
-        self.document_sources = np.concatenate([column(entry, "sources.npy") for entry in entries])
-        self.document_hashes = np.concatenate([column(entry, "hashes.npy") for entry in entries])
+        self.document_sources = np.concatenate(
+            [np.zeros(0, np.uint16), *(column(entry, "sources.npy") for entry in entries)]
+        )
+        self.document_hashes = np.concatenate(
+            [np.zeros(0, np.uint64), *(column(entry, "hashes.npy") for entry in entries)]
+        )
 
     @classmethod
     def open(cls, folder: Path | str, split: str = "train", check: Literal["sizes", "digests"] = "sizes") -> Shards:
         """Open a split; `check` says whether files are held against the manifest by size or by content too.
+
+        A split without documents (nothing was held out) opens as an empty one.
 
         Raises:
           UserError: no finished folder, no such split, or files that are not those of the manifest.
         """
         folder = Path(folder)
         manifest = read_manifest(folder)
-        if not manifest["splits"].get(split):
-            have = ", ".join(name for name, entries in manifest["splits"].items() if entries) or "none"
-            raise UserError(
-                f"{folder} has no documents in the split `{split}` (splits with documents: {have}); "
-                "raise `heldout` in the recipe, or use more text"
-            )
+        if split not in manifest["splits"]:
+            raise UserError(f"{folder} has no split `{split}`; it has {', '.join(manifest['splits'])}")
         if check == "digests":
             problems = verify(folder, split)
         else:
@@ -455,6 +459,8 @@ class Shards:
             return np.zeros(0, dtype=dtype)
         if starts.min() < 0 or lengths.min() < 0:
             raise IndexError("a range starts before the first token or has a negative length")
+        if not self._paths:
+            raise IndexError(f"the split `{self.split}` is empty")
         if len(self._paths) == 1:
             shard_of = np.zeros(len(starts), dtype=np.int64)
         else:
