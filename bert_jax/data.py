@@ -6,91 +6,32 @@ number, and hosts read their own rows of the global batch without speaking to ea
 contract of a batch.
 
 An epoch has a plan: its pairs, and which pairs share a row. Plans are made when first needed (the next one ahead, in a
-thread) and kept in a cache on disk with the digests of what they depend on and of what they hold.
+thread) and kept in a cache on disk (`plans.py`).
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
-import hashlib
-import json
-import os
-import shutil
 import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from bert_jax import examples
+from bert_jax import examples, masking, plans
 from bert_jax.config import ExamplesConfig
 from bert_jax.examples import PairPlan
+from bert_jax.plans import Plan
 from transformer_jax import inputs
 from transformer_jax.config import ConfigError, UserError
-from transformer_jax.inputs import Packing, bits, derive_key
+from transformer_jax.inputs import bits, derive_key
 from transformer_jax.shards import Shards
 
-VERSION = 1
-"""Goes into every fingerprint; raised when the same settings would give other batches."""
 PLAN_AHEAD = 0.9
 """Share of an epoch after which the next epoch's plan is made in the background."""
-LAST_PLANS = 3
-"""Plans held at once: the current one, the next, and the one before for a batch that straddles."""
-
 Batch = dict[str, np.ndarray]
-
-
-class Plan(NamedTuple):
-    """The pairs of one draw and their rows."""
-
-    pairs: PairPlan
-    packing: Packing
-
-
-def make_plan(shards: Shards, config: ExamplesConfig, seed: int, draw: int) -> Plan:
-    """Draw pairs from the whole split and pack them into rows.
-
-    Raises:
-      UserError: no example comes out of the split, or the sentence task cannot be done with it.
-    """
-    pairs = examples.plan_pairs(
-        derive_key(seed, "pairs", draw),
-        shards.document_offsets,
-        shards.sentence_offsets,
-        shards.document_sources,
-        shards.document_hashes,
-        config,
-        shards.gather,
-        list(shards.source_names),
-    )
-    if not len(pairs.label):
-        raise UserError(
-            f"0 examples: {shards.num_documents} documents with {shards.num_tokens} tokens give no sentence pair; use "
-            "more text or another examples.sentence_task"
-        )
-    # One kind of start for the whole file: half the memory as long as the split has fewer than 2^32 tokens.
-    start_type = np.uint32 if shards.num_tokens < 1 << 32 else np.int64
-    pairs = pairs._replace(a_start=pairs.a_start.astype(start_type), b_start=pairs.b_start.astype(start_type))
-    if not config.pack:
-        return Plan(pairs, inputs.one_a_row(len(pairs.label)))
-    packing = inputs.pack(
-        pairs.lengths,
-        examples.numbers_to_predict(pairs, config),
-        config.max_seq_length,
-        examples.max_sequences(config),
-        examples.max_predictions(config),
-        derive_key(seed, "packing", draw),
-    )
-    return Plan(pairs, packing)
-
-
-def fingerprint(shards: Shards, config: ExamplesConfig, seed: int) -> str:
-    """SHA-256 over all that the stream of batches depends on."""
-    parts = [VERSION, shards.fingerprint, dataclasses.asdict(config), int(seed)]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def check_masking(shards: Shards, config: ExamplesConfig) -> None:
@@ -171,7 +112,7 @@ class Maker:
         position = place_M[picked] - start_Q[owner]
         labels = tokens_M[picked]
         seen_M = tokens_M.copy()
-        seen_M[picked] = examples.replace_picked(
+        seen_M[picked] = masking.replace_picked(
             bits(mask_key, pair_Q[owner], 1, position),
             labels,
             self.tokenizer.mask_id,
@@ -235,13 +176,13 @@ class Maker:
         content_Q = pairs.a_length.astype(np.int64) + pairs.b_length
         numbers = examples.numbers_to_predict(pairs, self.config)
         if self.config.masking_unit == "token":
-            return examples.pick_tokens(key_Q, content_Q, numbers)
+            return masking.pick_tokens(key_Q, content_Q, numbers)
         if self.shards.has_words:
             word_starts = self.shards.gather_words(ranges, sizes)
         else:
             word_starts = ~self.tokenizer.is_continuation_V[tokens_M]
         span = 3 if self.config.masking_unit == "span" else 1
-        return examples.pick_words(key_Q, content_Q, pairs.a_length.astype(np.int64), numbers, word_starts, span)
+        return masking.pick_words(key_Q, content_Q, pairs.a_length.astype(np.int64), numbers, word_starts, span)
 
 
 def _count_up(sizes: np.ndarray) -> np.ndarray:
@@ -266,7 +207,7 @@ class PretrainingData:
         examples.check(config)
         check_masking(shards, config)
         self.shards, self.config, self.seed, self.cache_dir = shards, config, seed, cache_dir
-        self.fingerprint = fingerprint(shards, config, seed)
+        self.fingerprint = plans.fingerprint(shards, config, seed)
         self._maker = Maker(shards, config)
         self._lock = threading.Lock()
         self._plans: dict[int, concurrent.futures.Future[Plan]] = {}
@@ -347,7 +288,7 @@ class PretrainingData:
             known = self._plans.pop(draw, None)
             future = known or concurrent.futures.Future()
             self._plans[draw] = future  # the latest used comes last
-            while len(self._plans) > LAST_PLANS:
+            while len(self._plans) > plans.LAST_PLANS:
                 del self._plans[next(iter(self._plans))]
         if known is None and background:
             threading.Thread(target=self._make, args=(draw, future), name="plan", daemon=True).start()
@@ -357,7 +298,7 @@ class PretrainingData:
 
     def _make(self, draw: int, future: concurrent.futures.Future[Plan]) -> None:
         try:
-            future.set_result(cached_plan(self.shards, self.config, self.seed, draw, self.cache_dir))
+            future.set_result(plans.cached_plan(self.shards, self.config, self.seed, draw, self.cache_dir))
         except BaseException as e:
             future.set_exception(e)
 
@@ -369,16 +310,16 @@ class EvaluationData:
         """Plans the whole split, which is small.
 
         Raises:
-          UserError: as `make_plan`.
+          UserError: as `plans.make_plan`.
         """
         examples.check(config)
         try:
-            self._plan = make_plan(shards, config, seed, 0)
+            self._plan = plans.make_plan(shards, config, seed, 0)
         except UserError as e:
             raise type(e)(f"the held-out documents: {e}") from None
         self._maker = Maker(shards, config)
         self._mask_key = derive_key(seed, "masks", 0)
-        self.fingerprint = fingerprint(shards, config, seed)
+        self.fingerprint = plans.fingerprint(shards, config, seed)
         self.num_rows = self._plan.packing.num_rows
         self.num_examples = len(self._plan.pairs.label)
 
@@ -393,81 +334,6 @@ class EvaluationData:
         return batch | {"row_ids": np.arange(offset, offset + count, dtype=np.int32)}
 
 
-def cached_plan(shards: Shards, config: ExamplesConfig, seed: int, draw: int, cache_dir: Path | None) -> Plan:
-    """The plan of a draw, from the cache if a whole and matching one lies there, else made and put there.
-
-    A folder that cannot be written costs a warning and the time to plan again, not the run.
-    """
-    if cache_dir is None:
-        return make_plan(shards, config, seed, draw)
-    parts = [VERSION, shards.fingerprint, dataclasses.asdict(config), int(seed), draw]
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    folder = cache_dir / f"plan-{draw:05d}-{digest[:16]}"
-    plan = _read_plan(folder, digest)
-    if plan is None:
-        plan = make_plan(shards, config, seed, draw)
-        try:
-            _write_plan(folder, digest, plan)
-            _drop_old_plans(cache_dir, keep=folder, number=max(LAST_PLANS, config.dupe_factor))
-        except OSError as e:
-            warnings.warn(f"the plan of draw {draw} could not be kept in {cache_dir}: {e}", UserWarning, stacklevel=2)
-    return plan
-
-
-def _columns(plan: Plan) -> dict[str, np.ndarray]:
-    return plan.pairs._asdict() | plan.packing._asdict()
-
-
-def _write_plan(folder: Path, digest: str, plan: Plan) -> None:
-    """Write a plan whole under another name, then rename; one that another process has put there meanwhile goes."""
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    temporary.mkdir(parents=True, exist_ok=True)
-    try:
-        files = {}
-        for name, column in _columns(plan).items():
-            np.save(temporary / f"{name}.npy", column, allow_pickle=False)
-            files[name] = _digest(temporary / f"{name}.npy")
-        (temporary / "plan.json").write_text(json.dumps({"digest": digest, "files": files}), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
-    except OSError:
-        if not folder.exists():
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _read_plan(folder: Path, digest: str) -> Plan | None:
-    """The plan in a folder, or None if it is not there, not whole, or another one."""
-    try:
-        stated = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-        if stated["digest"] != digest:
-            return None
-        names = (*PairPlan._fields, *Packing._fields)
-        if any(_digest(folder / f"{name}.npy") != stated["files"][name] for name in names):
-            return None
-        columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    # Plain views of the maps: indexing numpy's memmap subclass is several times slower.
-    columns = {name: np.asarray(column) for name, column in columns.items()}
-    return Plan(
-        PairPlan(*(columns[name] for name in PairPlan._fields)), Packing(*(columns[name] for name in Packing._fields))
-    )
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def _drop_old_plans(cache_dir: Path, keep: Path, number: int) -> None:
-    """Leave the newest plans; the arrays of a plan in use stay readable until they are let go."""
-    plans = sorted(cache_dir.glob("plan-*"), key=lambda p: p.stat().st_mtime)
-    for old in [p for p in plans if p != keep][: max(0, len(plans) - number)]:
-        shutil.rmtree(old, ignore_errors=True)
-
-
 def describe(shards: Shards, config: ExamplesConfig, seed: int, rows: int = 2048) -> dict[str, Any]:
     """What the settings make of a split, for the data report; shares of masks are counted in real batches.
 
@@ -475,7 +341,7 @@ def describe(shards: Shards, config: ExamplesConfig, seed: int, rows: int = 2048
       rows: how many rows of the first epoch are made to count masks.
     """
     began = time.perf_counter()
-    plan = make_plan(shards, config, seed, 0)
+    plan = plans.make_plan(shards, config, seed, 0)
     seconds = time.perf_counter() - began
     maker = Maker(shards, config)
     lengths = plan.pairs.lengths

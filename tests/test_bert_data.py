@@ -2,17 +2,20 @@
 
 import dataclasses
 import json
+import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bert_jax import data
+from bert_jax import data, plans
 from bert_jax.config import ExamplesConfig
-from bert_jax.data import EvaluationData, Maker, Plan, PretrainingData
+from bert_jax.data import EvaluationData, Maker, PretrainingData
 from bert_jax.examples import PairPlan, numbers_to_predict
+from bert_jax.plans import Plan
 from transformer_jax.config import ConfigError, UserError
 from transformer_jax.inputs import Packing, derive_key
 from transformer_jax.shards import Shards, write_prepared
@@ -165,7 +168,7 @@ def test_masks_fall_on_text_only_and_put_back_give_the_text(shards: Shards, unit
 def test_no_chosen_mask_and_no_label_is_dropped_by_packing(shards: Shards) -> None:
     config = ExamplesConfig(max_seq_length=32, max_predictions_per_row=5, max_sequences_per_row=3, short_seq_prob=0.6)
     stream = PretrainingData(shards, config, 0)
-    plan = data.make_plan(shards, config, 0, 0)
+    plan = plans.make_plan(shards, config, 0, 0)
     batch = stream.batch(0, stream.num_rows(0))
     assert batch["masked_lm_weights"].sum() == numbers_to_predict(plan.pairs, config).sum()
     assert batch["next_sentence_weights"].sum() == len(plan.pairs.label)
@@ -190,7 +193,7 @@ def test_padding_is_told_by_lengths_and_not_by_an_id(tmp_path: Path) -> None:
     shards = prepared(tmp_path, [[[0, 0, 0], [0, 0]], [[0, 6, 0]]], tokenizer=tokenizer(vocab))
     config = ExamplesConfig(max_seq_length=16, masked_lm_prob=0.0)
     stream = PretrainingData(shards, config, 0)
-    plan = data.make_plan(shards, config, 0, 0)
+    plan = plans.make_plan(shards, config, 0, 0)
     batch = stream.batch(0, stream.num_rows(0))
     real = batch["sequence_ids"] > 0
     assert real.sum() == plan.pairs.lengths.sum()
@@ -237,13 +240,13 @@ def test_a_resume_plans_no_epoch_that_is_over(shards: Shards, monkeypatch: pytes
     place = straight.position(row)
     assert place == {"epoch": 3, "row_in_epoch": 5}
     planned = []
-    make_plan = data.make_plan
+    make_plan = plans.make_plan
 
     def spy(shards: Shards, config: ExamplesConfig, seed: int, draw: int) -> Plan:
         planned.append(draw)
         return make_plan(shards, config, seed, draw)
 
-    monkeypatch.setattr(data, "make_plan", spy)
+    monkeypatch.setattr(plans, "make_plan", spy)
     resumed = PretrainingData(shards, config, 1)
     resumed.start_at(row, **place)
     assert equal(resumed.batch(row, 4), straight.batch(row, 4))
@@ -295,7 +298,7 @@ def test_a_second_start_reads_the_plan_from_the_cache(
 ) -> None:
     config = ExamplesConfig(max_seq_length=32)
     first = PretrainingData(shards, config, 0, tmp_path / "cache").batch(0, 16)
-    monkeypatch.setattr(data, "make_plan", None)  # would fail if called
+    monkeypatch.setattr(plans, "make_plan", None)  # would fail if called
     assert equal(PretrainingData(shards, config, 0, tmp_path / "cache").batch(0, 16), first)
 
 
@@ -324,8 +327,12 @@ def test_a_damaged_or_wrong_cache_is_made_anew(shards: Shards, tmp_path: Path, d
 
 def test_old_plans_leave_the_cache(shards: Shards, tmp_path: Path) -> None:
     stream = PretrainingData(shards, ExamplesConfig(max_seq_length=32), 0, tmp_path / "cache")
+    for age, name in ((10, ".plan-00001-x.1.2.tmp"), (7200, ".plan-00002-x.1.2.tmp")):
+        (tmp_path / "cache" / name).mkdir(parents=True)
+        os.utime(tmp_path / "cache" / name, (time.time() - age,) * 2)
     for epoch in range(6):
         stream.num_rows(epoch)
+    (tmp_path / "cache" / ".plan-00001-x.1.2.tmp").rmdir()  # another process may still be writing this one
     left = sorted(p.name.split("-")[1] for p in (tmp_path / "cache").iterdir())
     assert left == ["00003", "00004", "00005"]
 
@@ -342,7 +349,7 @@ def test_the_next_plan_is_made_ahead_and_its_errors_reach_the_caller(
 ) -> None:
     config = ExamplesConfig(max_seq_length=32)
     made_in = {}
-    make_plan = data.make_plan
+    make_plan = plans.make_plan
 
     def spy(shards: Shards, config: ExamplesConfig, seed: int, draw: int) -> Plan:
         made_in[draw] = threading.current_thread().name
@@ -350,7 +357,7 @@ def test_the_next_plan_is_made_ahead_and_its_errors_reach_the_caller(
             raise UserError("no space left")
         return make_plan(shards, config, seed, draw)
 
-    monkeypatch.setattr(data, "make_plan", spy)
+    monkeypatch.setattr(plans, "make_plan", spy)
     stream = PretrainingData(shards, config, 0)
     rows = stream.num_rows(0)
     stream.batch(0, 4)

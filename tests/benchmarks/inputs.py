@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bert_jax import data, examples
+from bert_jax import data, examples, plans
 from bert_jax.config import ExamplesConfig
 from transformer_jax import shards
 from transformer_jax.inputs import derive_key, pack
@@ -69,7 +69,7 @@ def write_corpus(folder: Path, sentences: int) -> shards.Shards:
 def batches(corpus: shards.Shards, config: ExamplesConfig) -> dict[str, Any]:
     """Planning time, fill and rate of one setting."""
     began = time.process_time()
-    plan = data.make_plan(corpus, config, 0, 0)
+    plan = plans.make_plan(corpus, config, 0, 0)
     seconds = time.process_time() - began
     stream = data.PretrainingData(corpus, config, 0)
     tokens = slots = 0
