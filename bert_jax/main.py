@@ -6,6 +6,7 @@ Libraries are imported inside the commands, so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import sys
 from collections.abc import Sequence
@@ -35,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 141
     except OSError as e:
-        if e.errno is None or e.filename is None and e.errno != 28:
-            raise
+        if e.filename is None and e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise  # not about a file of the user's
         print(f"error: {e.filename or 'writing'}: {e.strerror}", file=sys.stderr)
         return 2
 
@@ -50,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(function=function, takes_overrides=overrides)
         return sub
 
-    sub = command("prepare", _prepare, "make the vocabulary and the token shards of a run's corpora, with a report", True)
+    sub = command("prepare", _prepare, "make the vocabulary and token shards of a run's corpora, with a report", True)
     sub.add_argument("run", metavar="RUN.toml", help="a run file; any of its keys can be given as --section.key value")
     sub.add_argument("--workers", type=int, default=None, help="processes (default: one a core)")
     sub.add_argument("--json", action="store_true", help="the data report as JSON")
@@ -114,12 +115,11 @@ def _pretrain(args: argparse.Namespace, rest: list[str]) -> int:
     quiet_libraries()
     with StopSignal() as stop:
         result = pretrain(config, force=args.force, stop=stop)
-    page = write_run_page(Path(config.run_dir))
     if result.interrupted:
         return stop.exit_code
     if args.json and result.evaluation is not None:
         print(json.dumps(result.evaluation))
-    print(f"page: {page}", file=sys.stderr)
+    print(f"page: {write_run_page(Path(config.run_dir))}", file=sys.stderr)
     return 0
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +17,17 @@ from jax.sharding import Mesh
 from bert_jax import examples, run_file
 from bert_jax.config import PretrainConfig
 from bert_jax.data import EvaluationData, PretrainingData
-from bert_jax.loading import load
+from bert_jax.loading import Loaded, load
+from bert_jax.model import count_parameters
 from bert_jax.task import PretrainingTask
-from transformer_jax import checkpoint, config as core, optim, sharding
+from transformer_jax import checkpoint, optim, sharding
+from transformer_jax import config as core
 from transformer_jax.checkpoint import Checkpoints, NoCheckpointError
 from transformer_jax.config import ConfigError, UserError
 from transformer_jax.report import Reporter
 from transformer_jax.shards import Shards
 from transformer_jax.signals import StopSignal
-from transformer_jax.train import Engine, RunResult, TrainState, start_step, train
+from transformer_jax.train import Engine, RunResult, TrainState, train
 
 NAMING = 1
 """Version of the parameters' naming scheme (docs/parameters.md); it is stored with every checkpoint."""
@@ -103,19 +106,17 @@ def pretrain(
     evaluation = EvaluationData(heldout, config.examples) if heldout.num_documents else None
 
     with contextlib.closing(Checkpoints(run_dir / "checkpoints", config.checkpoint)) as checkpoints:
-        state, phase_start, notes = starting_state(config, engine, data, checkpoints, shards, force)
-        first_step = int(jax.device_get(state.step))
+        start = starting_point(config, engine, data, checkpoints, shards, force)
+        first_step = int(jax.device_get(start.state.step))
         _write_run_files(run_dir, config, shards)
         with Reporter(run_dir, config.train.steps, config.train.log_every, first_step) as reporter:
-            for note in notes:
-                reporter.line(note)
-            for line in _opening_lines(config, engine, data):
+            for line in (*start.notes, *_opening_lines(config, engine, data)):
                 reporter.line(line)
             if first_step >= config.train.steps:
                 reporter.line(f"step {first_step} of {config.train.steps} is done: nothing to train")
-            result = train(
+            return train(
                 engine,
-                state,
+                start.state,
                 data,
                 evaluation,
                 checkpoints,
@@ -123,118 +124,152 @@ def pretrain(
                 reporter,
                 save_every=config.checkpoint.every,
                 stop=stop or StopSignal(),
-                phase_start=phase_start,
+                first_row=start.first_row,
+                resumed=start.resumed,
                 on_step=on_step,
             )
-    return result
 
 
-def starting_state(
+class Start(NamedTuple):
+    """Where training starts from."""
+
+    state: TrainState
+    first_row: int
+    """Rows of the data seen so far in this phase."""
+    resumed: bool
+    """The state comes from the run's own checkpoint."""
+    notes: list[str]
+    """Lines to print."""
+
+
+def starting_point(
     config: PretrainConfig,
     engine: Engine,
     data: PretrainingData,
     checkpoints: Checkpoints,
     shards: Shards,
-    force: bool,
-) -> tuple[TrainState, int, list[str]]:
+    force: bool = False,
+) -> Start:
     """The state to train from. There are three ways to start, tried in this order:
 
     1. the run folder holds a checkpoint: go on from the newest step that verifies;
     2. `[init] from` names a checkpoint or a Hugging Face folder: take its parameters, and if said its optimizer;
     3. fresh parameters from `train.seed`.
 
-    Returns:
-      The state, the step at which this phase's data begins, and lines to print.
+    Raises:
+      UserError: a checkpoint that cannot be used, or that is of another model, vocabulary or data.
     """
-    notes: list[str] = []
-    checkpoints.folder.mkdir(parents=True, exist_ok=True)
     try:
         # The settings are compared first: a model of another size is better named than its arrays' shapes.
-        stored = checkpoint.read_meta(checkpoints.folder)[2]
-        differences = run_file.check_resume(stored["config"], config, force)
+        stored = checkpoint.read_meta(checkpoints.folder)[2] if checkpoint.steps(checkpoints.folder) else None
+        changes = run_file.check_resume(stored["config"], config, force) if stored else []
         restored = checkpoints.restore(engine.abstract_state._asdict())
     except NoCheckpointError as e:
-        notes = [f"step {step} passed over: {why}" for step, why in e.skipped]
+        passed_over = [f"step {step} passed over: {why}" for step, why in e.skipped]
+        if config.init.checkpoint:
+            return _start_from_other(config, engine, shards, passed_over)
+        return Start(engine.init(), 0, False, passed_over)
+    notes = [f"step {step} passed over: {why}" for step, why in restored.skipped]
+    where = config.data.prepared
+    if restored.meta["tokenizer_digest"] != shards.tokenizer.digest:
+        raise ConfigError(
+            f"{where}: made with another vocabulary than this run's checkpoint; prepare it with the old one again, or "
+            "use another run_dir"
+        )
+    old, rows = restored.data["fingerprint"], int(restored.data["rows"])
+    if old == data.fingerprint:
+        data.start_at(rows, restored.data["epoch"], restored.data["row_in_epoch"])
+    elif force:
+        notes.append(f"other data or examples settings than before: going on from row {rows} of the new stream")
     else:
-        notes = [f"step {step} passed over: {why}" for step, why in restored.skipped]
-        if restored.meta["tokenizer_digest"] != shards.tokenizer.digest:
-            raise ConfigError(f"{config.data.prepared}: made with another vocabulary than this run's checkpoint has")
-        if restored.data["fingerprint"] != data.fingerprint and not force:
-            raise ConfigError(
-                f"{config.data.prepared}: not the data this run was trained on (fingerprint {data.fingerprint[:12]}, in the "
-                f"checkpoint {restored.data['fingerprint'][:12]}); restore that data, use another run_dir, or --force"
-            )
-        notes += [f"changed since the checkpoint: {line}" for line in differences]
-        step = start_step(restored.data, config.train)
-        data.start_at(restored.data["rows"], restored.data["epoch"], restored.data["row_in_epoch"])
-        state = TrainState(**restored.state)
-        if step != restored.step:
-            notes.append(f"train.batch_size changed: {restored.data['rows']} rows seen make this step {step}")
-            state = state._replace(step=jax.device_put(jnp.asarray(step, jnp.int32), state.step.sharding))
-        return state, int(restored.data["phase_start"]), [*notes, f"going on from step {step}"]
-    if config.init.checkpoint:
-        return _initial_from(config, engine, shards, notes)
-    return engine.init(), 0, notes
+        raise ConfigError(
+            f"{where}: not the data this run was trained on (fingerprint {data.fingerprint[:12]}, in the checkpoint "
+            f"{old[:12]}); bring that data back, use another run_dir, or --force"
+        )
+    notes += [f"warning: changed since the checkpoint: {line}" for line in changes]
+    notes.append(f"going on from step {restored.step}, {rows:,} rows seen")
+    return Start(TrainState(**restored.state), rows, True, notes)
 
 
-def _initial_from(
-    config: PretrainConfig, engine: Engine, shards: Shards, notes: list[str]
-) -> tuple[TrainState, int, list[str]]:
-    init, where = config.init, f"[init] from {config.init.checkpoint}"
-    is_run = not (Path(init.checkpoint) / "config.json").exists()
-    if is_run and not (init.optimizer and init.schedule):
+def _start_from_other(config: PretrainConfig, engine: Engine, shards: Shards, notes: list[str]) -> Start:
+    """The beginning of a phase that takes its parameters from elsewhere; its data starts at row 0."""
+    init, where = config.init, f"[init] from = {config.init.checkpoint!r}"
+    loaded = load(init.checkpoint, seed=config.train.seed, say=notes.append)
+    if loaded.step is not None and not (init.optimizer and init.schedule):
         raise ConfigError(f"{where} is a run, so say both optimizer (keep or reset) and schedule (continue or restart)")
-    if not is_run and (init.optimizer == "keep" or init.schedule == "continue"):
-        raise ConfigError(f"{where} is a Hugging Face folder: it has no optimizer and no schedule to keep")
-    loaded = load(init.checkpoint)
+    if loaded.step is None and (init.optimizer == "keep" or init.schedule == "continue"):
+        raise ConfigError(f"{where} is a Hugging Face folder: it has no optimizer to keep and no schedule to continue")
+    _check_fit(where, loaded, config, shards)
+    step = loaded.step if loaded.step is not None and init.schedule == "continue" else 0
+    if step >= config.train.steps:
+        raise ConfigError(
+            f"{where} is at step {step}, where the schedule goes on, and train.steps is {config.train.steps}, which "
+            "counts from the first phase: make it larger"
+        )
+    if init.optimizer == "keep":
+        folder, _ = checkpoint.locate(init.checkpoint)
+        with contextlib.closing(Checkpoints(folder, config.checkpoint)) as other:
+            state = TrainState(**other.restore(engine.abstract_state._asdict(), loaded.step).state)
+    else:
+        params = jax.tree.map(jax.device_put, loaded.params, engine.shardings.params)
+        state = engine.init()._replace(params=params)
+    put = jax.device_put
+    whole = engine.shardings.step
+    state = state._replace(
+        step=put(jnp.int32(step), whole),
+        nonfinite_total=put(jnp.int32(0), whole),
+        nonfinite_in_row=put(jnp.int32(0), whole),
+    )
+    notes.append(f"starting from {init.checkpoint}: optimizer {init.optimizer or 'reset'}, schedule at step {step}")
+    return Start(state, 0, False, notes)
+
+
+def _check_fit(where: str, loaded: Loaded, config: PretrainConfig, shards: Shards) -> None:
     if loaded.tokenizer.digest != shards.tokenizer.digest:
         raise ConfigError(
-            f"{where} has another vocabulary than {config.data.prepared}; prepare the data with tokenizer.vocab_file set "
-            "to the vocab.txt of that checkpoint, and its other tokenizer settings"
+            f"{where} has another vocabulary than {config.data.prepared}; prepare the data with tokenizer.vocab_file "
+            "set to the vocab.txt of that checkpoint, and its other tokenizer settings"
         )
-    there, here = core.to_builtins(loaded.config), core.to_builtins(config.model)
-    changed = {k: v for k, v in core.differences(there, here, "model.").items() if k.startswith(run_file.FIXED)}
-    if changed:
-        lines = "\n  ".join(f"{k}: {old!r} there, {new!r} here" for k, (old, new) in changed.items())
-        raise ConfigError(f"{where} does not fit this model:\n  {lines}")
-    if init.optimizer == "keep":
-        folder, step = checkpoint.locate(init.checkpoint)
-        with contextlib.closing(Checkpoints(folder, config.checkpoint)) as other:
-            state = TrainState(**other.restore(engine.abstract_state._asdict(), step).state)
-    else:
-        state = engine.init()
-        state = state._replace(params=jax.tree.map(jax.device_put, loaded.params, engine.shardings.params))
-    start = loaded.step if init.schedule == "continue" else 0
-
-    def scalar(value: int) -> jax.Array:
-        return jax.device_put(jnp.asarray(value, jnp.int32), engine.shardings.step)
-
-    state = state._replace(step=scalar(start), nonfinite_total=scalar(0), nonfinite_in_row=scalar(0))
-    notes.append(f"starting from {init.checkpoint}: optimizer {init.optimizer or 'reset'}, schedule at step {start}")
-    return state, start, notes
+    changed = core.differences(core.to_builtins(loaded.config), core.to_builtins(config.model), "model.")
+    fixed = [f"{k}: {a!r} there, {b!r} here" for k, (a, b) in changed.items() if k.startswith(run_file.FIXED)]
+    if fixed:
+        raise ConfigError(f"{where} does not fit this model:\n  " + "\n  ".join(fixed))
 
 
 def _opening_lines(config: PretrainConfig, engine: Engine, data: PretrainingData) -> list[str]:
-    from bert_jax.model import count_parameters
-
-    devices = sharding.batch_devices(engine.mesh)
-    decayed = optim.decay_mask(engine.abstract_state.params)
-    skipped = sorted({"/".join(str(p.key) for p in path[-2:]) for path, on in jax.tree_util.tree_leaves_with_path(decayed) if not on})
+    train, devices = config.train, sharding.batch_devices(engine.mesh)
+    decayed = jax.tree_util.tree_leaves_with_path(optim.decay_mask(engine.abstract_state.params))
+    exempt = sorted({"/".join(str(p.key) for p in path[-2:]) for path, on in decayed if not on})
     shape = ", ".join(f"{k} {v}" for k, v in engine.mesh.shape.items())
+    parameters = count_parameters(config.model)["total"]
+    rows = data.num_rows(0)
     return [
-        f"{config.preset}: {count_parameters(config.model)['total']:,} parameters, vocabulary {config.model.vocab_size:,}",
+        f"{config.preset}: {parameters:,} parameters, vocabulary {config.model.vocab_size:,}",
         f"mesh {shape} of {jax.device_count()} {jax.devices()[0].device_kind} devices, preset {config.mesh.preset}",
-        f"batch {config.train.batch_size} rows of {config.examples.max_seq_length}: "
-        f"{config.train.batch_size // jax.process_count()} per host, {config.train.batch_size // devices} per device"
-        + (f", in {config.train.accumulate} parts" if config.train.accumulate > 1 else ""),
-        f"data {data.fingerprint[:12]}, {data.num_rows(0):,} rows in the first epoch, "
-        f"{config.train.steps * config.train.batch_size / max(data.num_rows(0), 1):.2f} epochs in all",
-        "not decayed: " + ", ".join(skipped),
+        f"batch {train.batch_size} rows of {config.examples.max_seq_length}: "
+        f"{train.batch_size // jax.process_count()} per host, {train.batch_size // devices} per device"
+        + (f", in {train.accumulate} parts" if train.accumulate > 1 else ""),
+        f"data {data.fingerprint[:12]}, {rows:,} rows in the first epoch, "
+        f"{train.steps * train.batch_size / max(rows, 1):.2f} epochs in all",
+        "not decayed: " + ", ".join(exempt),
     ]
 
 
 def _write_run_files(run_dir: Path, config: PretrainConfig, shards: Shards) -> None:
-    if jax.process_index() == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.toml").write_text(core.dump_toml(config), encoding="utf-8")
-        shards.tokenizer.save(run_dir / "tokenizer")
+    """`config.toml`, with the files that it names seen from its own folder, and the tokenizer."""
+    if jax.process_index() != 0:
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+
+    def seen_from_here(name: str) -> str:
+        return os.path.relpath(name, run_dir) if name and not Path(name).is_absolute() else name
+
+    written = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, recipe=seen_from_here(config.data.recipe)),
+        tokenizer=dataclasses.replace(config.tokenizer, vocab_file=seen_from_here(config.tokenizer.vocab_file)),
+    )
+    temporary = run_dir / ".config.toml.tmp"
+    temporary.write_text(core.dump_toml(written), encoding="utf-8")
+    temporary.replace(run_dir / "config.toml")
+    shards.tokenizer.save(run_dir / "tokenizer")

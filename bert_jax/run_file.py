@@ -15,11 +15,12 @@ from transformer_jax.config import ConfigError
 
 # What another value of a key means for a run that goes on. The first matching prefix counts; other keys are free.
 FIXED = ("model.hidden_size", "model.num_", "model.intermediate_size", "model.vocab_", "model.max_position_embeddings",
-         "model.type_vocab_size", "model.hidden_act", "optimizer.name", "tokenizer.")  # fmt: skip
-"""Another model, optimizer or vocabulary: the stored parameters do not fit, and no force makes them."""
-UNSAFE = ("examples.", "train.seed", "optimizer.", "model.hidden_dropout_prob", "model.attention_probs_dropout_prob",
-          "model.dropout_generator", "init.", "data.recipe")  # fmt: skip
-"""It would silently be another run: refused unless forced."""
+         "model.type_vocab_size", "model.hidden_act", "optimizer.name")  # fmt: skip
+"""Another model or optimizer: the stored state does not fit, and no force makes it."""
+UNSAFE = ("examples.", "train.seed", "optimizer.", "model.layer_norm_eps", "model.hidden_dropout_prob",
+          "model.attention_probs_dropout_prob", "model.dropout_generator", "init.")  # fmt: skip
+"""It would silently be another run: refused unless forced. (Text and vocabulary are compared by what is in the prepared
+data, not by these settings.)"""
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> PretrainConfig:
@@ -33,10 +34,11 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> PretrainConfig:
     """
     path = Path(path)
     data = core.read_toml(path)
-    if "from" in data.get("init", {}):  # `from` cannot be the name of a field
-        data["init"] = {("checkpoint" if k == "from" else k): v for k, v in data["init"].items()}
+    init = data.get("init")
+    if isinstance(init, dict) and "from" in init:  # `from` cannot be the name of a field
+        data["init"] = {("checkpoint" if k == "from" else k): v for k, v in init.items()}
     preset = data.get("preset", PretrainConfig.preset)
-    if preset not in PRESETS:
+    if not isinstance(preset, str) or preset not in PRESETS:
         raise ConfigError(f"{path}: unknown preset {preset!r}{core.nearest(str(preset), PRESETS)}")
     base = PretrainConfig(preset=preset, model=PRESETS[preset], run_dir=str(Path("runs") / path.stem))
     config = core.load(PretrainConfig, data, str(path), base)
@@ -76,9 +78,11 @@ def check_resume(stored: dict[str, Any], config: PretrainConfig, force: bool) ->
     fixed = [line for key, line in lines.items() if key.startswith(FIXED)]
     if fixed:
         raise ConfigError(
-            "this run cannot go on with a different model, optimizer or vocabulary:\n  " + "\n  ".join(fixed)
+            "this run cannot go on with a different model or optimizer:\n  " + "\n  ".join(fixed)
             + "\nuse the old values, or another run_dir (with [init] from = this run, where that is meant)"
         )  # fmt: skip
+    if "train.steps" in lines and "optimizer.total_steps" not in lines and not config.optimizer.total_steps:
+        lines["train.steps"] += ", and the learning rate's schedule with it"
     unsafe = [line for key, line in lines.items() if key.startswith(UNSAFE)]
     if unsafe and not force:
         raise ConfigError(

@@ -50,7 +50,7 @@ class EncoderConfig:
     remat: Literal["none", "full", "dots", "names"] = "none"
     """What the backward pass computes again: nothing, each layer, all but matrix products, all but named tensors."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """Of activations and matrix products; parameters, statistics and losses stay in float32 (float64 if that is set)."""
+    """Of activations and matrix products; parameters, statistics and losses stay in float32 (float64 if set)."""
     dropout_generator: Literal["hash", "threefry"] = "hash"
     """hash is a counter hash, free of cost; both give the same masks on any mesh and for any accumulation."""
 
@@ -78,11 +78,12 @@ class EncoderConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """How devices are laid out. -1 means all devices that the other axes leave."""
+    """How devices are laid out. -1 means all devices that the other axes leave; only one axis may have it."""
 
     preset: Literal["data_parallel", "fsdp", "fsdp_tensor"] = "data_parallel"
     data: int = -1
-    fsdp: int = 1
+    fsdp: int = 0
+    """0 follows the preset: 1 for data_parallel, else as many devices as go, at most 16."""
     tensor: int = 1
     slices: int = 1
     """TPU slices joined over the data-centre network; the data axis spans them."""
@@ -129,11 +130,16 @@ class TrainConfig:
     prefetch: int = 2
     """Batches made and put on the device ahead of the step."""
     matmul_precision: Literal["default", "high", "highest"] = "default"
+    """Passes of a float32 product on hardware that multiplies in less; default is the fastest."""
 
     def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("log_every", 1), ("eval_every", 0), ("eval_batch_size", 0),
+                            ("max_nonfinite_steps", 1), ("prefetch", 0)):  # fmt: skip
+            if getattr(self, name) < least:
+                raise ConfigError(f"train.{name} is {getattr(self, name)}; it must be at least {least}")
         if self.batch_size < 1 or self.accumulate < 1 or self.batch_size % self.accumulate:
             raise ConfigError(
-                f"train.batch_size {self.batch_size} does not divide into train.accumulate {self.accumulate} equal parts"
+                f"train.batch_size {self.batch_size} does not divide into train.accumulate {self.accumulate} parts"
             )
 
 
@@ -213,7 +219,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     out = dict(base)
     for key, value in over.items():
-        out[key] = _merge(out[key], value) if isinstance(value, Mapping) and isinstance(out.get(key), Mapping) else value
+        out[key] = (
+            _merge(out[key], value) if isinstance(value, Mapping) and isinstance(out.get(key), Mapping) else value
+        )
     return out
 
 

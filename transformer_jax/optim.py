@@ -51,7 +51,8 @@ def make(config: OptimizerConfig, steps: int) -> Optimizer:
         raise ConfigError(f"optimizer.total_steps is {total_steps}; it must be 0, or at least train.steps {steps}")
     if not 0 <= config.warmup_steps <= total_steps:
         raise ConfigError(
-            f"optimizer.warmup_steps is {config.warmup_steps}; it must lie between 0 and {total_steps}, the steps of the schedule"
+            f"optimizer.warmup_steps is {config.warmup_steps}; it must lie between 0 and {total_steps}, the steps of the "
+            "schedule"
         )
     for name in ("beta1", "beta2"):
         if not 0.0 <= getattr(config, name) < 1.0:
@@ -70,9 +71,9 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
     """The learning rate of step 0, 1, ... (float32), finite and positive for each step of the run.
 
     With t = step + 1, W warm-up steps and N steps in all: learning_rate * t / W up to t = W, then
-    learning_rate * ((N + 1 - t) / (N + 1 - W)) ** power. So the first step has 1/W of the peak, step W - 1 the peak, the
-    last step a little above zero, and no step is wasted on a rate of 0 (the 2018 code and Hugging Face start with one,
-    so that their step i + 1 has about the rate of our step i).
+    learning_rate * ((N + 1 - t) / (N + 1 - W)) ** power. So the first step has 1/W of the peak, step W - 1 the peak,
+    the last step a little above zero, and no step is wasted on a rate of 0 (the 2018 code and Hugging Face start with
+    one, so that their step i + 1 has about the rate of our step i).
     """
     warmup, peak = config.warmup_steps, config.learning_rate
     power = {"linear": 1.0, "polynomial": config.power, "constant": 0.0}[config.schedule]
@@ -92,7 +93,7 @@ def decay_mask(params: Params) -> Params:
 
 
 class AdamState(NamedTuple):
-    count: jax.Array
+    updates: jax.Array
     mu: Params
     nu: Params
 
@@ -110,16 +111,16 @@ def scale_by_adam(beta1: float, beta2: float, epsilon: float, corrected: bool) -
 
     def update(gradients: Params, state: AdamState, params: Params | None = None) -> tuple[Params, AdamState]:
         del params
-        count = state.count + 1
+        updates = state.updates + 1
         mu = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.mu, gradients)
         nu = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * g * g, state.nu, gradients)
-        t = count.astype(jnp.float32)
+        t = updates.astype(jnp.float32)
         scale1 = 1 / (1 - beta1**t) if corrected else jnp.ones_like(t)
         scale2 = 1 / (1 - beta2**t) if corrected else jnp.ones_like(t)
 
         def direction(m: jax.Array, v: jax.Array) -> jax.Array:
             return m * scale1.astype(m.dtype) / (jnp.sqrt(v * scale2.astype(v.dtype)) + epsilon)
 
-        return jax.tree.map(direction, mu, nu), AdamState(count, mu, nu)
+        return jax.tree.map(direction, mu, nu), AdamState(updates, mu, nu)
 
     return optax.GradientTransformation(init, update)

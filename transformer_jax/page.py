@@ -17,7 +17,8 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2em auto
 h1 { font-size: 1.5em; } h2 { font-size: 1.1em; margin-top: 2em; } svg { background: #fafafa; }
 .charts { display: flex; flex-wrap: wrap; gap: 16px; } figure { margin: 0; } figcaption { font-weight: 600; }
 table { border-collapse: collapse; } td, th { text-align: left; padding: 2px 14px 2px 0; vertical-align: top; }
-td.n { text-align: right; font-variant-numeric: tabular-nums; } pre { background: #f4f4f4; padding: 1em; overflow: auto; }
+td.n { text-align: right; font-variant-numeric: tabular-nums; }
+pre { background: #f4f4f4; padding: 1em; overflow: auto; }
 """
 
 
@@ -96,19 +97,20 @@ def _chart(name: str, series: dict[str, list[tuple[int, float]]]) -> str:
         body += f'<line x1="{LEFT}" x2="{WIDTH - 10}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
         body += f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" font-size="11">{value:.3g}</text>'
     for value, anchor in ((x0, "start"), (x1, "end")):
-        body += f'<text x="{place(value, y0)[0]:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}" font-size="11">{value:.0f}</text>'
+        x, _ = place(value, y0)
+        body += f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}" font-size="11">{value:.0f}</text>'
     for split, line in series.items():
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*p) for p in line))
-        body += f'<polyline points="{path}" fill="none" stroke="{COLOURS[split]}" stroke-width="1.5"/>'
+        colour, places = COLOURS[split], [place(x, y) for x, y in line]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        body += f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
         if len(line) <= 40:
-            body += "".join(
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{COLOURS[split]}"/>' for x, y in (place(*p) for p in line)
-            )
+            body += "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>' for x, y in places)
     legend = ", ".join(f'<span style="color:{COLOURS[k]}">{k}</span>' for k in series)
     label = html.escape(name.replace("_", " "))
     return (
         f"<figure><figcaption>{label} ({legend})</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{label}">{body}</svg>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{label}">'
+        f"{body}</svg>"
         "</figure>"
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -50,11 +51,13 @@ class Reporter:
       run_dir: the run folder; only process 0 writes into it.
       total_steps: for progress and the time left.
       log_every: steps between log lines.
-      first_step: the step the run goes on from; records of later steps, from before a stop, are taken out.
+      first_step: the step the run goes on from; records of later steps, from before a stop, are taken out. With several
+        processes, make one only when all of them have that step.
     """
 
     def __init__(self, run_dir: Path, total_steps: int, log_every: int, first_step: int = 0):
         self.run_dir, self.total_steps, self.log_every = run_dir, total_steps, max(log_every, 1)
+        self._first_step = first_step
         self.writes = jax.process_index() == 0
         self.peak = peak_flops()
         self.console = Console(stderr=True)
@@ -62,6 +65,10 @@ class Reporter:
         if self.writes:
             run_dir.mkdir(parents=True, exist_ok=True)
             drop_records_after(run_dir / "metrics.jsonl", first_step)
+        records = read_records(run_dir / "metrics.jsonl")
+        self.evaluations = {r["step"]: _values(r) for r in records if r["split"] == "heldout"}
+        """What the run recorded up to `first_step`, by step."""
+        if self.writes:
             self._records = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
             self._log = (run_dir / "log.txt").open("a", encoding="utf-8")
             self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
@@ -82,7 +89,9 @@ class Reporter:
     def __enter__(self) -> Reporter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     @contextlib.contextmanager
@@ -119,17 +128,19 @@ class Reporter:
         if self.peak is not None:
             record["mfu"] = self._flops / seconds / self.peak
         self._write(record)
-        left = (self.total_steps - step) * seconds / self._steps
+        # The first step of a process is compiled in its time, which says nothing of the others.
+        left = _clock((self.total_steps - step) * seconds / self._steps) if step > self._first_step + 1 else "?"
         shown = "  ".join(f"{k} {record[k]:.4g}" for k in _shown(record))
-        self.line(f"step {step}/{self.total_steps}  {shown}  {record['tokens_per_second']:,.0f} tokens/s  {_clock(left)} left")
+        rate = f"{record['tokens_per_second']:,.0f} tokens/s"
+        self.line(f"step {step}/{self.total_steps}  {shown}  {rate}  {left} left")
         self._reset()
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         """Means over the whole evaluation set, with their counts."""
         self._write({"step": step, "split": "heldout"} | values)
-        shown = "  ".join(f"{k} {v:.4g}" for k, v in values.items() if not k.startswith("n/"))
-        counts = "  ".join(f"{k} {v:.0f}" for k, v in values.items() if k.startswith("n/"))
-        self.line(f"step {step}  held out: {shown}  ({counts})")
+        means = "  ".join(f"{k} {v:.4g}" for k, v in values.items() if not k.startswith("n/"))
+        counts = {k[2:]: v for k, v in values.items() if k.startswith("n/") and f"{k[2:]}_loss" in values}
+        self.line(f"step {step}  held out: {means}  (n: {', '.join(f'{k} {v:.0f}' for k, v in counts.items())})")
 
     def line(self, text: str) -> None:
         """A line for people, on standard error and in log.txt."""
@@ -154,7 +165,9 @@ class Reporter:
     def _write(self, record: dict[str, Any]) -> None:
         if not self.writes:
             return
-        self._records.write(json.dumps(record) + "\n")
+        # JSON has no NaN and no infinity: a number that is not finite is written as null.
+        shown = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._records.write(json.dumps(shown, allow_nan=False) + "\n")
         self._records.flush()
         for key, value in record.items():
             if isinstance(value, float):
@@ -179,6 +192,10 @@ def drop_records_after(path: Path, step: int) -> None:
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
         temporary.replace(path)
+
+
+def _values(record: dict[str, Any]) -> dict[str, float]:
+    return {k: math.nan if v is None else float(v) for k, v in record.items() if k not in ("step", "split")}
 
 
 def quiet_libraries() -> None:

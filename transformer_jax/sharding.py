@@ -17,6 +17,7 @@ each device needs only its own part of them. An axis that a mesh dimension does 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -29,6 +30,8 @@ from transformer_jax.config import ConfigError, MeshConfig
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
+LARGEST_FSDP = 16
+"""Devices that the fsdp axis takes by default; the rest go to `data`."""
 
 PARAMETER_RULES: dict[str, dict[str, tuple[str, ...]]] = {
     "data_parallel": {},
@@ -44,23 +47,31 @@ def moment_rules(preset: str) -> dict[str, tuple[str, ...]]:
 
 
 def mesh_shape(config: MeshConfig, device_count: int) -> tuple[int, int, int]:
-    """The sizes of the axes `data`, `fsdp`, `tensor`; one of them may be -1, which takes what is left.
+    """The sizes of the axes `data`, `fsdp`, `tensor`.
+
+    One of them may be -1, which takes what the others leave. An fsdp of 0 follows the preset: 1 for data_parallel, else
+    the most devices up to 16 that the others leave evenly.
 
     Raises:
       ConfigError: if the sizes do not multiply to the number of devices.
     """
-    sizes = [config.data, config.fsdp, config.tensor]
-    known = math.prod(s for s in sizes if s != -1)
-    if sizes.count(-1) > 1 or any(s < 1 and s != -1 for s in sizes):
-        raise ConfigError(
-            f"mesh is data={sizes[0]}, fsdp={sizes[1]}, tensor={sizes[2]}; at most one may be -1, the rest positive"
-        )
+    data, fsdp, tensor = config.data, config.fsdp, config.tensor
+    asked = f"mesh data={data}, fsdp={fsdp}, tensor={tensor}"
+    if [data, fsdp, tensor].count(-1) > 1 or 0 in (data, tensor) or min(data, fsdp, tensor) < -1:
+        raise ConfigError(f"{asked}: each must be a positive number; one may be -1 (all that is left), fsdp also 0")
+    if fsdp == 0:
+        left = device_count // max(1, tensor) // max(1, data)
+        fits = [n for n in range(1, LARGEST_FSDP + 1) if left % n == 0]
+        fsdp = 1 if config.preset == "data_parallel" else max(fits)
+    sizes = (data, fsdp, tensor)
+    known = math.prod(size for size in sizes if size != -1)
     if device_count % known or (-1 not in sizes and known != device_count):
+        multiple = " or a multiple of it" if -1 in sizes else ""
         raise ConfigError(
-            f"mesh data={sizes[0]}, fsdp={sizes[1]}, tensor={sizes[2]} asks for {known} devices "
-            f"{'or a multiple' if -1 in sizes else ''}, and there are {device_count}; change [mesh], or the number of devices"
+            f"{asked} asks for {known} devices{multiple}, and there are {device_count}; change [mesh], or the number "
+            "of devices"
         )
-    data, fsdp, tensor = (device_count // known if s == -1 else s for s in sizes)
+    data, fsdp, tensor = (device_count // known if size == -1 else size for size in sizes)
     return data, fsdp, tensor
 
 
@@ -99,7 +110,7 @@ def spec(
 
 
 def tree_shardings(boxed: Any, rules: dict[str, tuple[str, ...]], mesh: Mesh) -> Any:
-    """Shardings for a tree of abstract parameters boxed with their logical axes (`jax.eval_shape` of a model's init)."""
+    """Shardings for a tree of abstract parameters boxed with their logical axes (`jax.eval_shape` of an init)."""
 
     def one(box: Any) -> NamedSharding:
         if isinstance(box, nn.LogicallyPartitioned):
@@ -130,19 +141,32 @@ def batch_devices(mesh: Mesh) -> int:
 
 def check_batch(batch_size: int, accumulate: int, mesh: Mesh, key: str = "train.batch_size") -> None:
     """Refuse a batch that does not divide, naming both numbers, before anything is compiled."""
-    parts = batch_devices(mesh) * accumulate
+    devices = batch_devices(mesh)
+    parts = devices * accumulate
     if batch_size % parts:
+        below, above = batch_size // parts * parts, (batch_size // parts + 1) * parts
+        near = f"the nearest are {below} and {above}" if below else f"the nearest is {above}"
         raise ConfigError(
             f"{key} is {batch_size} rows over all devices; it must be a multiple of {parts} "
-            f"({batch_devices(mesh)} devices that share the rows x {accumulate} accumulation parts); "
-            f"the nearest are {batch_size // parts * parts or parts} and {(batch_size // parts + 1) * parts}"
+            f"({devices} devices that share the rows x {accumulate} accumulation parts); {near}"
         )
 
 
-def host_rows(batch_size: int) -> tuple[int, int]:
-    """First row and number of rows of a global batch that this process makes."""
-    share = batch_size // jax.process_count()
-    return jax.process_index() * share, share
+def host_rows(batch_size: int, mesh: Mesh) -> list[tuple[int, int]]:
+    """The rows of a global batch that this process makes: (first, count) of each run of rows, in order.
+
+    On most machines that is one run. Where the mesh orders devices by their place in the network it can be several,
+    and where a tensor axis spans processes, several of them make the same rows.
+    """
+    places = batch_sharding(mesh).addressable_devices_indices_map((batch_size,))
+    slices = sorted({index[0].indices(batch_size)[:2] for index in places.values() if index is not None})
+    runs: list[tuple[int, int]] = []
+    for first, stop in slices:
+        if runs and sum(runs[-1]) == first:
+            runs[-1] = (runs[-1][0], runs[-1][1] + stop - first)
+        else:
+            runs.append((first, stop - first))
+    return runs
 
 
 def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
@@ -151,3 +175,24 @@ def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     if jax.process_count() == 1:
         return {k: jax.device_put(v, sharding) for k, v in batch.items()}
     return {k: jax.make_array_from_process_local_data(sharding, v) for k, v in batch.items()}
+
+
+class Vote:
+    """Whether any process has raised its flag, told to all of them at the same call, so that they leave together.
+
+    With several processes an answer is one call late: it is asked for behind the step that is running, and read when
+    the next one has been dispatched, so that no device waits for it.
+    """
+
+    def __init__(self, mesh: Mesh, flag: Callable[[], bool]):
+        self._flag, self._pending = flag, None if jax.process_count() == 1 else False
+        self._each = NamedSharding(mesh, PartitionSpec(AXES))
+        self._own = len(self._each.addressable_devices)
+        self._any: Any = jax.jit(lambda flags: flags.max(), out_shardings=replicated(mesh))
+
+    def __call__(self) -> bool:
+        if self._pending is None:
+            return self._flag()
+        flags = jax.make_array_from_process_local_data(self._each, np.full(self._own, self._flag(), np.int32))
+        answer, self._pending = self._pending, self._any(flags)
+        return bool(answer)

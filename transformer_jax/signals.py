@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
+import socket
+import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+
 
 class StopSignal:
-    """A context in which signals set a flag; calling it tells whether one came.
+    """A context, for the main thread, in which signals set a flag; calling it tells whether one came.
 
         with StopSignal() as stop:
             while not stop(): ...
+
+    Python runs a handler only between two of its own instructions, which is never while XLA compiles for a minute. So
+    a thread reads the signals from a socket, into which Python writes them at once: it answers the first and ends the
+    process at the second, whatever the main thread does.
     """
 
     def __init__(self) -> None:
@@ -21,13 +28,21 @@ class StopSignal:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in STOPPING:
             self._before[number] = signal.signal(number, self._handle)
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._writer.close()  # which ends the thread
 
     def __call__(self) -> bool:
         return self._received is not None
@@ -39,17 +54,24 @@ class StopSignal:
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal's number, as a shell gives it."""
-        return 128 + (self._received or 0)
+        """128 + the signal's number, as a shell gives it; SIGTERM's where another process received the signal."""
+        return 128 + (self._received or signal.SIGTERM)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._received is not None:
-            os.write(2, b"second signal: leaving at once, without saving\n")
-            os._exit(128 + number)
-        self._received = number
-        os.write(2, f"{signal.Signals(number).name}: saving after this step, then leaving; again to leave at once\n".encode())
+        # The flag is set here too, in case a library has put its own socket in the place of ours for a while.
+        self._received = self._received or number
 
-
-def print_error(message: str) -> None:
-    """A user's mistake, on standard error, without a traceback."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    def _watch(self) -> None:
+        with self._reader:
+            came = 0
+            while numbers := self._reader.recv(1):
+                number = numbers[0]
+                if number not in STOPPING:
+                    continue
+                came += 1
+                if came == 2:
+                    os.write(2, b"second signal: leaving at once, without saving\n")
+                    os._exit(128 + number)
+                self._received = self._received or number
+                name = signal.Signals(number).name
+                os.write(2, f"{name}: saving after this step, then leaving; once more leaves at once\n".encode())

@@ -7,9 +7,7 @@ loss there are four hops: main -> train -> task -> model.
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -18,9 +16,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from transformer_jax import optim, sharding
+from transformer_jax import sharding
 from transformer_jax.checkpoint import Checkpoints
-from transformer_jax.config import ConfigError, TrainConfig, UserError
+from transformer_jax.config import TrainConfig, UserError
 from transformer_jax.inputs import prefetch
 from transformer_jax.optim import Optimizer
 from transformer_jax.report import Reporter
@@ -77,15 +75,16 @@ class Evaluation(Protocol):
 
 
 class TrainState(NamedTuple):
-    """All that a step changes. The step, and with it the data and the learning rate, moves on even when it is skipped."""
+    """All that a step changes. The step, and with it data and learning rate, moves on when an update is skipped too."""
 
     step: jax.Array
+    """int32: steps done."""
     params: Params
     opt_state: Any
     nonfinite_total: jax.Array
-    """Steps skipped because a gradient was not finite ..."""
+    """int32: steps skipped because a gradient was not finite ..."""
     nonfinite_in_row: jax.Array
-    """... and how many of them were the latest ones."""
+    """int32: ... and how many of them were the latest ones."""
 
 
 def init_state(task: Task, optimizer: Optimizer, key: jax.Array) -> TrainState:
@@ -96,9 +95,21 @@ def init_state(task: Task, optimizer: Optimizer, key: jax.Array) -> TrainState:
 
 
 def train_step(
-    state: TrainState, batch: Batch, key: jax.Array, *, task: Task, optimizer: Optimizer, accumulate: int, clip_norm: float
+    state: TrainState,
+    batch: Batch,
+    key: jax.Array,
+    *,
+    task: Task,
+    optimizer: Optimizer,
+    accumulate: int,
+    clip_norm: float,
 ) -> tuple[TrainState, Sums]:
-    """One step: gradients of the global mean loss, clipped, applied unless one of them is not finite."""
+    """One step: gradients of the global mean loss, clipped, applied unless one of them is not finite.
+
+    Returns:
+      The new state, and float32 scalars: `sum/...` and `count/...` of the task, `learning_rate`, `gradient_norm` before
+      clipping, and the counters of skipped steps.
+    """
     counts = task.counts(batch)
     dropout_key = jax.random.fold_in(key, state.step)
 
@@ -107,7 +118,7 @@ def train_step(
         return sum_of_means(sums, counts, task.losses), sums
 
     grads, sums = gradients(loss_fn, state.params, batch, accumulate)
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm)
     scale = jnp.where(norm > clip_norm, clip_norm / norm, 1.0) if clip_norm > 0 else jnp.ones((), norm.dtype)
     direction, opt_state = optimizer.update(jax.tree.map(lambda g: g * scale, grads), state.opt_state, state.params)
@@ -158,65 +169,92 @@ def sum_of_means(sums: Sums, counts: Sums, losses: tuple[str, ...]) -> jax.Array
 
 
 class Engine:
-    """A task compiled for a mesh: sharded state, the jitted steps, and where batches go."""
+    """A task compiled for a mesh: sharded state, the jitted steps, and where batches go.
 
-    def __init__(self, task: Task, optimizer: Optimizer, config: TrainConfig, mesh: Mesh, preset: str, clip_norm: float):
+    Raises:
+      ConfigError: a batch size that the devices (and `accumulate`) do not divide.
+    """
+
+    def __init__(
+        self, task: Task, optimizer: Optimizer, config: TrainConfig, mesh: Mesh, preset: str, clip_norm: float
+    ):
         self.task, self.optimizer, self.config, self.mesh = task, optimizer, config, mesh
         sharding.check_batch(config.batch_size, config.accumulate, mesh)
         self.eval_batch_size = config.eval_batch_size or config.batch_size
         sharding.check_batch(self.eval_batch_size, 1, mesh, "train.eval_batch_size")
-        root = jax.random.key(config.seed)
-        self.init_key, self.dropout_key = jax.random.split(root)
+        self.init_key, self.dropout_key = jax.random.split(jax.random.key(config.seed))
         boxed = jax.eval_shape(lambda key: init_state(task, optimizer, key), self.init_key)
         self.shardings = state_shardings(boxed, optimizer, mesh, preset)
         self.abstract_state = jax.tree.map(
             lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh), sharding.unbox(boxed), self.shardings
         )
-        step = functools.partial(
-            train_step, task=task, optimizer=optimizer, accumulate=config.accumulate, clip_norm=clip_norm
-        )
         rows, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
+
+        def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Sums]:
+            with jax.default_matmul_precision(config.matmul_precision):
+                return train_step(
+                    state,
+                    batch,
+                    key,
+                    task=task,
+                    optimizer=optimizer,
+                    accumulate=config.accumulate,
+                    clip_norm=clip_norm,
+                )
+
+        def evaluate(params: Params, batch: Batch) -> Sums:
+            with jax.default_matmul_precision(config.matmul_precision):
+                sums, counts = task.loss_fn(params, batch, None)
+            return {f"sum/{k}": v for k, v in sums.items()} | {f"count/{k}": v for k, v in counts.items()}
+
+        # The state is donated: the new one takes its place in memory.
         self.train_step = jax.jit(
             step, in_shardings=(self.shardings, rows, whole), out_shardings=(self.shardings, whole), donate_argnums=0
         )
-
-        def evaluate(params: Params, batch: Batch) -> Sums:
-            sums, counts = task.loss_fn(params, batch, None)
-            return {f"sum/{k}": v for k, v in sums.items()} | {f"count/{k}": v for k, v in counts.items()}
-
         self.eval_step = jax.jit(evaluate, in_shardings=(self.shardings.params, rows), out_shardings=whole)
 
     def init(self) -> TrainState:
         """A fresh state, born sharded: no device ever holds the whole of it unless the mesh says so."""
-        build = lambda key: sharding.unbox(init_state(self.task, self.optimizer, key))  # noqa: E731
+
+        def build(key: jax.Array) -> TrainState:
+            return sharding.unbox(init_state(self.task, self.optimizer, key))
+
         with jax.set_mesh(self.mesh):
             return jax.jit(build, out_shardings=self.shardings)(self.init_key)
+
+    def make(self, data: Data | Evaluation, first_row: int, batch_size: int) -> dict[str, np.ndarray]:
+        """This process's rows of the global batch that starts at `first_row` of the data."""
+        runs = sharding.host_rows(batch_size, self.mesh)
+        parts = [data.batch(first_row + first, count, first) for first, count in runs]
+        return parts[0] if len(parts) == 1 else {k: np.concatenate([p[k] for p in parts]) for k in parts[0]}
 
     def put(self, batch: dict[str, np.ndarray]) -> Batch:
         return sharding.put_batch(batch, self.mesh)
 
-    def evaluate(self, params: Params, data: Evaluation, stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
-        """Sums and counts over every row of `data`, each exactly once; None if `stop` asked to leave half-way.
+    def evaluate(
+        self, params: Params, data: Evaluation, stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
+        """Means over every row of `data`, each exactly once, and counts; None if `stop` asked to leave half-way.
 
         Sums are added up in float64 on the host, so the figure does not depend on the batch size beyond rounding.
         """
         total: dict[str, float] = {}
-        offset, share = sharding.host_rows(self.eval_batch_size)
-        pending: Sums | None = None
 
-        def collect(sums: Sums | None) -> None:
-            for key, value in (jax.device_get(sums) if sums is not None else {}).items():
+        def add(sums: Sums) -> None:
+            for key, value in jax.device_get(sums).items():
                 total[key] = total.get(key, 0.0) + float(value)
 
+        pending: Sums | None = None
         with jax.set_mesh(self.mesh):
             for first in range(0, data.num_rows, self.eval_batch_size):
                 if stop():
                     return None
-                batch = self.put(data.batch(first + offset, share, offset))
-                sums = self.eval_step(params, batch)
-                collect(pending)
+                sums = self.eval_step(params, self.put(self.make(data, first, self.eval_batch_size)))
+                if pending is not None:
+                    add(pending)
                 pending = sums
-        collect(pending)
+        if pending is not None:
+            add(pending)
         return means(total, self.task.losses)
 
 
@@ -228,7 +266,7 @@ def state_shardings(boxed: TrainState, optimizer: Optimizer, mesh: Mesh, preset:
     opt_state = optax.tree_utils.tree_map_params(
         optimizer.transformation, lambda _, s: s, boxed.opt_state, moments, transform_non_params=lambda _: whole
     )
-    return TrainState(whole, params, opt_state, whole, whole)
+    return TrainState._make((whole, params, opt_state, whole, whole))
 
 
 def means(totals: dict[str, float], losses: tuple[str, ...]) -> dict[str, float]:
@@ -252,7 +290,9 @@ def means(totals: dict[str, float], losses: tuple[str, ...]) -> dict[str, float]
 class RunResult(NamedTuple):
     state: TrainState
     evaluation: dict[str, float] | None
+    """The last evaluation, or the recorded one of a run that was finished before; None without held-out data."""
     interrupted: bool
+    """A signal came before the last step was trained and evaluated."""
 
 
 def train(
@@ -266,103 +306,103 @@ def train(
     *,
     save_every: int,
     stop: StopSignal,
-    phase_start: int = 0,
+    first_row: int = 0,
+    resumed: bool = False,
     on_step: Callable[[int, dict[str, float]], None] = lambda step, values: None,
 ) -> RunResult:
     """Train from `state` to the last step, or until a signal asks to stop; save, evaluate and report on the way.
 
     Args:
       save_every: steps between checkpoints; the last step is always saved.
-      phase_start: the step at which this phase's data begins; not 0 where the schedule goes on from another phase.
+      first_row: the row of the data at which the next step's batch starts: the rows seen so far.
+      resumed: `state` comes from these checkpoints, so an evaluation that its step still owes is made first.
+      on_step: called with each step's number and means, one step late.
 
     Raises:
-      UserError: `max_nonfinite_steps` steps in a row had a gradient that was not finite.
+      UserError: `max_nonfinite_steps` steps in a row had a gradient that was not finite, or a save failed.
     """
     config = engine.config
-    first = int(jax.device_get(state.step))
-    last_saved = first if first else -1
+    step = first = int(jax.device_get(state.step))
     last_evaluation: dict[str, float] | None = None
-    interrupted = False
+    pending: tuple[int, Sums] | None = None
+    leave = sharding.Vote(engine.mesh, stop)
 
-    # Each host makes its own rows of the global batch, a few batches ahead of the device.
-    offset, share = sharding.host_rows(config.batch_size)
+    def rows_before(step: int) -> int:
+        return first_row + (step - first) * config.batch_size
 
     def make(step: int) -> dict[str, np.ndarray]:
-        return data.batch((step - phase_start) * config.batch_size + offset, share, offset)
-
-    batches = prefetch(make, first, config.steps, config.prefetch, engine.put)
-
-    def save(step: int, state: TrainState, metric: float | None) -> None:
-        rows = (step - phase_start) * config.batch_size
-        position = {"rows": rows, "phase_start": phase_start, "batch_size": config.batch_size, "seed": config.seed}
-        position |= data.position(rows)
-        checkpoints.save(step, state._asdict(), position | {"fingerprint": data.fingerprint}, meta, metric)
+        return engine.make(data, rows_before(step), config.batch_size)
 
     def finish(step: int, metrics: Sums) -> None:
-        """Read a step's metrics (the next step is already dispatched) and report them."""
+        """Read a step's metrics and report them."""
         values = {k: float(v) for k, v in jax.device_get(metrics).items()}
+        averaged = means(values, engine.task.losses)
+        counts = {k.removeprefix("count/"): v for k, v in values.items() if k.startswith("count/")}
+        reporter.step(step, averaged, engine.task.flops(counts), batches.waited_seconds())
+        on_step(step, averaged)
         if values["nonfinite_in_row"] >= config.max_nonfinite_steps:
             raise UserError(
                 f"step {step}: {int(values['nonfinite_in_row'])} steps in a row had a gradient that was not finite "
-                f"(train.max_nonfinite_steps is {config.max_nonfinite_steps}), so the run stops; the newest checkpoint is "
-                f"from before. Lower optimizer.learning_rate, lengthen the warm-up, or use model.dtype float32"
+                f"(train.max_nonfinite_steps is {config.max_nonfinite_steps}), so the run stops; the parameters are "
+                "those of before. Lower optimizer.learning_rate, lengthen the warm-up, or use model.dtype float32"
             )
-        averaged = means(values, engine.task.losses)
-        reporter.step(step, averaged, engine.task.flops(values_of(values)), waited=batches.waited_seconds())
-        on_step(step, averaged)
 
-    pending: tuple[int, Sums] | None = None
-    try:
-        with jax.set_mesh(engine.mesh):
-            for step, batch in zip(range(first + 1, config.steps + 1), batches, strict=False):
-                state, metrics = engine.train_step(state, batch, engine.dropout_key)
-                # Step n's numbers are fetched only now that step n + 1 runs: the host never holds up the device.
-                if pending is not None:
-                    finish(*pending)
-                pending = (step, metrics)
-                is_last = step == config.steps
-                metric = None
-                if evaluation is not None and (is_last or (config.eval_every and step % config.eval_every == 0)):
-                    finish(*pending)
-                    pending = None
-                    with reporter.timed("evaluation"):
-                        last_evaluation = engine.evaluate(state.params, evaluation, stop)
-                    if last_evaluation is not None:
-                        reporter.evaluation(step, last_evaluation)
-                        metric = last_evaluation["loss"]
-                interrupted = stop()
-                if is_last or interrupted or (save_every and step % save_every == 0):
-                    with reporter.timed("saving"):
-                        save(step, state, metric)
-                    last_saved = step
-                if interrupted:
-                    break
+    def evaluation_due(step: int) -> bool:
+        regular = config.eval_every > 0 and step % config.eval_every == 0
+        return evaluation is not None and (regular or step == config.steps)
+
+    def evaluate(step: int) -> dict[str, float] | None:
+        assert evaluation is not None
+        with reporter.timed("evaluation"):
+            found = engine.evaluate(state.params, evaluation, leave)
+        if found is not None:
+            reporter.evaluation(step, found)
+        return found
+
+    def save(step: int) -> None:
+        rows = rows_before(step)
+        position: dict[str, Any] = {"step": step, "rows": rows, **data.position(rows), "batch_size": config.batch_size}
+        position |= {"seed": config.seed, "fingerprint": data.fingerprint}
+        metric = last_evaluation["loss"] if last_evaluation is not None else None
+        with reporter.timed("saving"):
+            checkpoints.save(step, state._asdict(), position, meta, metric)
+
+    batches = prefetch(make, first, config.steps, config.prefetch, engine.put)
+    with batches, jax.set_mesh(engine.mesh):
+        leaving = False
+        if resumed and evaluation_due(first):
+            last_evaluation = reporter.evaluations.get(first) or evaluate(first)
+            leaving = last_evaluation is None
+            if last_evaluation is not None:
+                checkpoints.set_metric(first, last_evaluation["loss"])
+
+        while step < config.steps and not leaving:
+            batch = next(batches)
+            state, metrics = engine.train_step(state, batch, engine.dropout_key)
+            step += 1
+            # Step n's numbers are read only now that step n + 1 runs: the host never holds up the device.
             if pending is not None:
                 finish(*pending)
+            pending = (step, metrics)
+            checkpoints.check()
+            leaving = leave()
+            last_evaluation = None
+            saving = leaving or step == config.steps or (save_every > 0 and step % save_every == 0)
+            if saving or evaluation_due(step):
+                # Both wait for this step in any case, and its record has to be there before its checkpoint.
+                finish(*pending)
+                pending = None
+            if evaluation_due(step):
+                last_evaluation = evaluate(step)
+                leaving = leaving or last_evaluation is None
+            if saving or leaving:
+                save(step)
+
         with reporter.timed("saving"):
             checkpoints.wait()
-    finally:
-        batches.close()
+
+    interrupted = step < config.steps or (evaluation_due(step) and last_evaluation is None)
     if interrupted:
-        reporter.line(f"{stop.name} received: saved step {last_saved} and stopping; the same command goes on from there")
-    return RunResult(state, last_evaluation, interrupted and last_saved < config.steps)
-
-
-def values_of(values: dict[str, float]) -> dict[str, float]:
-    """The counts among a step's metrics, by their own names."""
-    return {k.removeprefix("count/"): v for k, v in values.items() if k.startswith("count/")}
-
-
-def start_step(stored: dict[str, Any], config: TrainConfig) -> int:
-    """The step at which a run goes on: examples are what is counted, so a changed batch size goes on from their number.
-
-    Raises:
-      ConfigError: if the new batch size does not divide the rows already seen.
-    """
-    rows = int(stored["rows"])
-    if rows % config.batch_size:
-        raise ConfigError(
-            f"{rows} rows were seen with train.batch_size {stored['batch_size']}; the new train.batch_size "
-            f"{config.batch_size} does not divide that, so no step starts there; use a divisor of {rows}"
-        )
-    return int(stored["phase_start"]) + rows // config.batch_size
+        cause = stop.name or "a signal to another process"
+        reporter.line(f"{cause}: step {step} is saved; the same command goes on from there")
+    return RunResult(state, last_evaluation, interrupted)

@@ -1,0 +1,100 @@
+"""A run small enough to be trained in a second: prepared folder, settings, and a run file."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from bert_jax import pretrain
+from bert_jax.config import BertConfig, DataConfig, ExamplesConfig, PretrainConfig
+from bert_jax.data import PretrainingData
+from transformer_jax import config as core
+from transformer_jax import sharding
+from transformer_jax.config import CheckpointConfig, MeshConfig, OptimizerConfig, TrainConfig
+from transformer_jax.shards import Shards, write_prepared
+from transformer_jax.tokenizer import WordPiece
+from transformer_jax.tokenizer_config import WordPieceConfig
+
+CONTROL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+VOCAB = [*CONTROL, *(f"w{letter}{n}" for letter in "abcdefg" for n in range(8))]
+MODEL = BertConfig(
+    hidden_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    intermediate_size=64,
+    vocab_multiple=16,
+    max_position_embeddings=32,
+)
+
+
+def tokenizer(vocab: list[str] = VOCAB) -> WordPiece:
+    return WordPiece(vocab, WordPieceConfig())
+
+
+def documents(count: int, seed: int) -> list[list[list[int]]]:
+    """Made-up sentences of 2 to 8 pieces in which some pieces are commoner than others."""
+    rng = np.random.default_rng(seed)
+
+    def sentence() -> list[int]:
+        return [int(5 + (len(VOCAB) - 5) * x**2) for x in rng.random(rng.integers(2, 9))]
+
+    return [[sentence() for _ in range(rng.integers(3, 12))] for _ in range(count)]
+
+
+def prepare(folder: Path, train: int = 60, heldout: int = 12, vocab: list[str] = VOCAB) -> Path:
+    write_prepared(folder, tokenizer(vocab), {"train": documents(train, 0), "heldout": documents(heldout, 1)})
+    return folder
+
+
+def config(folder: Path, **changes) -> PretrainConfig:
+    """Settings of a run in `folder`, which also holds `prepared`; `train_steps=5` changes train.steps, and so on."""
+    made = PretrainConfig(
+        preset="bert-tiny",
+        run_dir=str(folder / "run"),
+        model=MODEL,
+        data=DataConfig(prepared=str(folder / "prepared")),
+        examples=ExamplesConfig(max_seq_length=32, max_sequences_per_row=4, max_predictions_per_row=8),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=3),
+        train=TrainConfig(steps=20, batch_size=8, log_every=5),
+        checkpoint=CheckpointConfig(every=5, keep_last=3),
+    )
+    for key, value in changes.items():
+        section, _, field = key.partition("_")
+        part = getattr(made, section)
+        new = value if not field else dataclasses.replace(part, **{field: value})
+        made = dataclasses.replace(made, **{section: new})
+    return made
+
+
+def write_run_file(path: Path, settings: PretrainConfig) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(core.dump_toml(settings), encoding="utf-8")
+    return path
+
+
+class Run:
+    """Engine and data of a run, for tests that take steps themselves."""
+
+    def __init__(self, settings: PretrainConfig, devices=None):
+        shards = Shards.open(Path(settings.data.prepared), "train")
+        self.config = pretrain.resolve(settings, shards)
+        self.mesh = sharding.make_mesh(self.config.mesh, devices)
+        self.engine = pretrain.make_engine(self.config, self.mesh)
+        self.data = PretrainingData(shards, self.config.examples, self.config.train.seed)
+
+    def steps(self, count: int):
+        """The metrics of the first steps, and the state after them."""
+        import jax
+
+        state, size = self.engine.init(), self.config.train.batch_size
+        found = []
+        with jax.set_mesh(self.mesh):
+            for step in range(count):
+                batch = self.engine.put(self.engine.make(self.data, step * size, size))
+                state, metrics = self.engine.train_step(state, batch, self.engine.dropout_key)
+                found.append({k: float(v) for k, v in metrics.items()})
+        return found, state
+
+
+def mesh(preset: str = "data_parallel", data: int = -1, fsdp: int = 0, tensor: int = 1) -> MeshConfig:
+    return MeshConfig(preset=preset, data=data, fsdp=fsdp, tensor=tensor)
