@@ -479,8 +479,10 @@ def _read_parquet(item: _Input) -> Iterator[tuple[int, list[str]]]:
 def _read_tfds(item: _Input) -> Iterator[tuple[int, list[str]]]:
     source = item.source
     data, fields = _tfds_data(item)
-    if source.key not in fields:
-        raise UserError(f"{source.dataset}: no feature {source.key!r}{nearest(source.key, fields)}; set `key`")
+    if not fields.get(source.key):
+        texts = [name for name, is_text in fields.items() if is_text]
+        what = f"feature {source.key!r} is not a text" if source.key in fields else f"no feature {source.key!r}"
+        raise UserError(f"{source.dataset}: {what}{nearest(source.key, texts)}; set `key`")
     for start in range(0, len(data), RECORDS):
         try:
             records = data.__getitems__(range(start, min(start + RECORDS, len(data))))
@@ -488,9 +490,9 @@ def _read_tfds(item: _Input) -> Iterator[tuple[int, list[str]]]:
             raise UserError(f"{item.path}: records from {start + 1} on cannot be read: {e}") from None
         for i, record in enumerate(records):
             value = record[source.key]
-            if not isinstance(value, bytes | str):
-                raise UserError(f"{source.dataset}: feature {source.key!r} is not a text; set `key`")
             number = start + i + 1
+            if not isinstance(value, bytes | str):
+                raise UserError(f"{item.path}: record {number} cannot be read: a file is cut short or damaged")
             text = value if isinstance(value, str) else _record_text(value, item, number)
             if sentences := _of_record(text, source):
                 yield number, sentences
@@ -535,8 +537,8 @@ def _tfds_folder(source: Source, folder: Path) -> Path:
     return max(numbered, key=lambda p: [int(part) for part in p.name.split(".")])
 
 
-def _tfds_data(item: _Input) -> tuple[Any, list[str]]:
-    """The random-access records of a prepared array_record set, and the names of its features."""
+def _tfds_data(item: _Input) -> tuple[Any, dict[str, bool]]:
+    """The random-access records of a prepared array_record set, and its features: whether each is a text."""
     info_file = item.path / "dataset_info.json"
     try:
         info = msgspec.json.decode(info_file.read_bytes())
@@ -550,13 +552,13 @@ def _tfds_data(item: _Input) -> tuple[Any, list[str]]:
             f"{item.path}: this set is in the format {found}, which is not read without TensorFlow. "
             + _conversion(item.source.dataset, root)
         )
-    # Without this, importing it logs and reads settings of the cloud.
     import tensorflow_datasets as tfds
 
     try:
         builder = tfds.builder_from_directory(item.path)
         features = builder.info.features
-        fields = list(features) if hasattr(features, "keys") else []
+        named = features.items() if isinstance(features, Mapping) else ()
+        fields = {name: isinstance(feature, tfds.features.Text) for name, feature in named}
         data = builder.as_data_source(item.source.split, file_format="array_record")
         return data, fields
     except Exception as e:  # of many types, for a split that is not there, a missing file, a broken one

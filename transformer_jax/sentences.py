@@ -14,8 +14,9 @@ from __future__ import annotations
 import re
 import unicodedata
 
-_CLOSERS = "\"'”’»›)\\]」』）】》〉]"
-_END = re.compile(rf"[.!?…]+[{_CLOSERS[:-1]}]*(?=\s)|[。！？]+[{_CLOSERS[:-1]}。！？]*")
+# Marks that close a quotation when they touch its end (in German and Polish “ and ‘ do), and French » after a space.
+_CLOSERS = "(?:[\"'”’“‘»«›)\\]」』）】》〉]|[ \u00a0\u202f]»)*"
+_END = re.compile(rf"[.!?…]+{_CLOSERS}(?=\s)|[。！？]+{_CLOSERS}(?:[。！？]+{_CLOSERS})?")
 _LAST_WORD = re.compile(r"[^\s(\[\"'“‘«„—–/-]+$")
 _NEXT_WORD = re.compile(r"\w+")
 _OPENERS = frozenset("\"'“‘«‹„‚([¿¡「『（【《〈—–-•*")

@@ -409,7 +409,7 @@ def _by_id(vocab: Mapping[str, int]) -> list[str]:
 
 def _checked(vocab: Sequence[str]) -> list[str]:
     """The vocabulary with names for blank entries; control tokens must be there and nothing may stand twice."""
-    named = [p if p.strip() else f"[blank{i + 1}]" for i, p in enumerate(vocab)]
+    named = [p or f"[blank{i + 1}]" for i, p in enumerate(vocab)]
     first: dict[str, int] = {}
     for i, piece in enumerate(named):
         if piece in first:
@@ -505,29 +505,33 @@ def count_words(texts: Iterable[str], config: WordPieceConfig, workers: int = 1)
 
 def learn_pieces(counts: Mapping[str, int], config: WordPieceConfig, room: int) -> list[str]:
     """At most `room` pieces: the alphabet, its ## forms, and merges by count. Pure and free of hash order."""
-    alphabet = _alphabet(counts, config, room)
-    alone = _standing_alone(alphabet, config)
-    joined = [PREFIX + c for c in alphabet if c not in alone]
-    pieces = (sorted(alphabet) + sorted(joined))[:room]
-    known = set(alphabet)
-    spelled = sorted(w for w in counts if known.issuperset(w))
-    return pieces + _merges(
-        spelled, [counts[w] for w in spelled], set(pieces), room - len(pieces), config.min_frequency
-    )
-
-
-def _alphabet(counts: Mapping[str, int], config: WordPieceConfig, room: int) -> list[str]:
-    """The characters that get pieces, commonest first."""
     seen: collections.Counter[str] = collections.Counter()
     for word, n in counts.items():
         for char in word:
             seen[char] += n
     order = sorted((c for c in seen if seen[c] >= config.min_frequency), key=lambda c: (-seen[c], c))
-    if config.limit_alphabet:
-        return order[: min(config.limit_alphabet, room // 2)]
     alone = _standing_alone(order, config)
-    places = itertools.accumulate(1 if c in alone else 2 for c in order)
-    return [c for c, used in zip(order, places, strict=True) if used <= max(room // 3, 2)]
+    if config.limit_alphabet:
+        order = order[: config.limit_alphabet]
+    places = [1 if c in alone else 2 for c in order]
+    most = room if config.limit_alphabet else max(room // 3, 2)
+    while True:
+        alphabet = [c for c, used in zip(order, itertools.accumulate(places), strict=True) if used <= most]
+        found = _learn(counts, config, room, alphabet, alone)
+        if len(found) >= room - 1 or len(alphabet) == len(order):
+            return found
+        most += room - len(found)  # what merges leave free, as in Chinese, goes to rarer characters
+
+
+def _learn(
+    counts: Mapping[str, int], config: WordPieceConfig, room: int, alphabet: list[str], alone: set[str]
+) -> list[str]:
+    pieces = sorted(alphabet) + sorted(PREFIX + c for c in alphabet if c not in alone)
+    known = set(alphabet)
+    spelled = sorted(w for w in counts if known.issuperset(w))
+    return pieces + _merges(
+        spelled, [counts[w] for w in spelled], set(pieces), room - len(pieces), config.min_frequency
+    )
 
 
 def _standing_alone(chars: Iterable[str], config: WordPieceConfig) -> set[str]:

@@ -20,8 +20,8 @@ class WordPieceConfig:
     """A longer word is one [UNK]; 200 as in the 2018 code (Hugging Face's default is 100)."""
     min_frequency: int = 2
     limit_alphabet: int = 0
-    """The commonest characters that get pieces of their own; 0 takes all seen min_frequency times that fit into a third
-    of the vocabulary. A word with any other character is one [UNK]."""
+    """The commonest characters that get pieces of their own; 0 takes all that are seen min_frequency times and fit into
+    a third of the vocabulary, or into what learned pieces leave free. A word with any other character is one [UNK]."""
     unused_tokens: int = 0
     """[unusedN] entries kept free for later use."""
     keep_tokens: tuple[str, ...] = ()
