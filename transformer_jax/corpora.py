@@ -557,7 +557,7 @@ def _tfds_data(item: _Input) -> tuple[Any, dict[str, bool]]:
     try:
         builder = tfds.builder_from_directory(item.path)
         features = builder.info.features
-        named = features.items() if isinstance(features, Mapping) else ()
+        named = features.items() if isinstance(features, tfds.features.FeaturesDict) else ()
         fields = {name: isinstance(feature, tfds.features.Text) for name, feature in named}
         data = builder.as_data_source(item.source.split, file_format="array_record")
         return data, fields
