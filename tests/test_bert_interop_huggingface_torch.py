@@ -78,6 +78,12 @@ def test_logits_on_padded_pairs_are_those_of_pytorch(exported):
     np.testing.assert_allclose(theirs["MLM"] - without, ramp, rtol=0, atol=1e-4)
 
 
+def kernel_values(i, j, layer, names):
+    """What stands at input i and output j, other for each layer and for query, key and value."""
+    projection = sum({"query": 10, "key": 20, "value": 30}.get(name, 0) for name in names)
+    return ((i + 1000 * j) * 1e-4 + layer + projection).astype(np.float32)
+
+
 @pytest.mark.parametrize("inner", [8, 32])
 def test_every_kernel_and_scale_arrives_by_value(tmp_path, inner):
     """C056: square kernels hide a wrong transpose from shape checks."""
@@ -90,7 +96,7 @@ def test_every_kernel_and_scale_arrives_by_value(tmp_path, inner):
         layer = next((int(n.removeprefix("layer_")) for n in names if n.startswith("layer_")), 7)
         if names[-1] == "kernel":
             i, j = np.indices(value.shape)
-            return ((i + 1000 * j) * 1e-4 + layer).astype(np.float32)
+            return kernel_values(i, j, layer, names)
         return np.full_like(value, layer) if names[-1] == "scale" else value
 
     params = jax.tree_util.tree_map_with_path(fill, params)
@@ -101,7 +107,7 @@ def test_every_kernel_and_scale_arrives_by_value(tmp_path, inner):
         if kind == "Linear" and not name.endswith("decoder"):
             weight = module.weight.detach().numpy()  # [out, in]: i is the input, j the output
             j, i = np.indices(weight.shape)
-            np.testing.assert_array_equal(weight, ((i + 1000 * j) * 1e-4 + layer).astype(np.float32), err_msg=name)
+            np.testing.assert_array_equal(weight, kernel_values(i, j, layer, name.split(".")), err_msg=name)
             checked += 1
         elif kind == "LayerNorm":
             np.testing.assert_array_equal(module.weight.detach().numpy(), layer, err_msg=name)

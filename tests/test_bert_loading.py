@@ -29,7 +29,8 @@ def run(tmp_path_factory):
     meta = {
         "config": {
             "model": core.to_builtins(config),
-            "run_dir": "runs/tiny",
+            "run_dir": "/home/me/runs/tiny",
+            "data": {"recipe": "recipe.toml", "prepared": "/home/me/prepared"},
             "examples": {"sentence_task": "sop"},
         },
         "tokenizer": tokenizer.files(),
@@ -66,6 +67,7 @@ def test_each_step_exports_and_loads_as_what_it_was(run, tmp_path):
         card = (out / "README.md").read_text()
         for part in ("# tiny", f"| step | {step} |", "| data fingerprint | f00d |", "a.txt, b.txt", "*in order*"):
             assert part in card
+        assert "/home/me" not in card and 'recipe = "recipe.toml"' in card
 
 
 def test_the_five_lines_of_the_docstring_work(run):

@@ -31,9 +31,17 @@ def tiny_tokenizer(lowercase: bool = True) -> WordPiece:
 
 
 def random_tensors(config: BertConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    """Every published tensor, at random, LayerNorm included."""
+    """Every published tensor, at random, LayerNorm included; large enough for attention to be far from uniform."""
     rng = np.random.default_rng(seed)
-    return {e.name: rng.normal(size=e.shape).astype(np.float32) * 0.3 for e in entries(config)}
+    tensors = {e.name: rng.normal(size=e.shape) for e in entries(config)}
+    for name in tensors:
+        if name.endswith("LayerNorm.weight"):
+            tensors[name] = 1 + 0.3 * tensors[name]
+        elif ".self." in name:
+            tensors[name] *= 0.7
+        else:
+            tensors[name] *= 0.3
+    return {name: value.astype(np.float32) for name, value in tensors.items()}
 
 
 def random_params(config: BertConfig, seed: int = 0):

@@ -212,8 +212,11 @@ def export_checkpoint(
     if found.drawn:
         facts["never_trained"] = ", ".join(found.drawn) + ": random numbers"
     if found.meta and "imported_from" not in found.meta:
-        settings = found.meta["config"]
-        facts |= {"name": Path(settings["run_dir"]).name, "command": "bert-jax pretrain RUN.toml", "settings": settings}
+        settings = dict(found.meta["config"])
+        name = Path(settings.pop("run_dir")).name
+        # Where things lay on the machine of the run is nobody's business.
+        settings["data"] = {k: v for k, v in settings.get("data", {}).items() if k != "prepared"}
+        facts |= {"name": name, "command": "bert-jax pretrain RUN.toml", "settings": settings}
         facts["sentence_task"] = settings["examples"]["sentence_task"]
     facts |= extra_card or {}
     return export(found.params, found.config, found.tokenizer, out, extra_card=facts, overwrite=overwrite)
