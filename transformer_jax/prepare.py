@@ -1,43 +1,44 @@
 """From documents to a prepared folder: vocabulary, token shards, data report.
 
-The corpus is read as a stream and cut into chunks of about `shard_mb` megabytes of text, always between documents. A
-chunk is the unit of work: one process turns it into one shard of each split and then writes a sidecar,
-`chunks/chunk-00012.json`, that has the digest of all it was made from. A killed preparation therefore goes on at the
-next chunk, and a second one makes anew only the chunks whose text or settings have changed. What a chunk becomes is a
-function of its text and the settings, so the bytes do not depend on the number of processes or on kills.
+The corpus is read as a stream and cut into chunks of about `shard_mb` megabytes of text, always between documents
+(`chunks.py`). A killed preparation goes on at the first chunk that is not finished, and a second one makes anew only
+the chunks whose text or settings have changed. The bytes do not depend on the number of processes or on kills.
 
-Memory: the reader holds one chunk, and `workers` + 1 more are on their way or being encoded. Each costs about ten times
+Memory: the reader holds one chunk, and `workers` + 1 more are on their way or being encoded. Each costs less than ten times
 its text, besides what a process needs for itself, whatever the size of the corpus. (A document is never split, so a
 document larger than `shard_mb` counts as a chunk of its own size.)
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import dataclasses
-import fcntl
 import hashlib
-import itertools
 import json
-import multiprocessing
-import multiprocessing.connection
 import os
 import shutil
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from transformer_jax import data_report, shards
+from transformer_jax.chunks import (
+    Chunk,
+    Settings,
+    chunk_path,
+    content_hash,
+    counter_from_dict,
+    cut_chunks,
+    encoder,
+    finished_chunk,
+    is_heldout,
+    text_of,
+)
 from transformer_jax.config import UserError, differences
-from transformer_jax.scripts import ScriptCount, UnknownCounter, message_above
+from transformer_jax.prepared_folder import CHUNKS, SPLITS, disk_errors, locked, made_shards, read_json, remove_made
+from transformer_jax.scripts import UnknownCounter, message_above
 from transformer_jax.shards import Shards
 from transformer_jax.tokenizer_config import WordPieceConfig
 
@@ -45,10 +46,8 @@ if TYPE_CHECKING:
     from transformer_jax.corpora import Document, Recipe
     from transformer_jax.tokenizer import WordPiece
 
-CHUNKS = "chunks"
 VERSION = 1
 """Of what a chunk becomes; raised when the same text and settings would give other bytes."""
-SPLITS = ("train", "heldout")
 HOPELESS_UNKNOWN_RATE = 0.2
 """With this share of a script unknown (and ten times the limit), `prepare` stops before the end of the corpus."""
 HOPELESS_MIN_PIECES = 20_000
@@ -73,30 +72,6 @@ class Progress:
     """Chunks kept from an earlier run."""
     seconds: float
     """Since the stage began."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """Consecutive documents, on their way to an encoder."""
-
-    index: int
-    digest: str
-    sources: list[int]
-    hashes: list[int]
-    documents: list[list[str]]
-    text_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What an encoder needs to know besides the tokenizer."""
-
-    out: Path
-    heldout: float
-    word_sources: tuple[bool, ...]
-    """For each input file whether whitespace in it bounds words, so that words.npy is written."""
-    key: str
-    """Digest of tokenizer and settings: a chunk made with another key is made again."""
 
 
 def prepare(
@@ -142,7 +117,7 @@ def prepare(
     tokenizer_config = _with_recipe(tokenizer_config, recipe)
     made_from = {
         "version": VERSION,
-        "recipe": corpora.describe(recipe),
+        "recipe": _by_name(corpora.describe(recipe)),
         "tokenizer": _tokenizer_inputs(tokenizer_config),
         "heldout": share,
         "shard_mb": shard_mb,
@@ -202,9 +177,9 @@ def prepare_documents(
     if shard_mb <= 0:
         raise UserError(f"data.shard_mb is {shard_mb}; it must be above 0")
     made_from = json.loads(json.dumps(made_from))
-    with _locked(out):
+    with locked(out):
         finished = _manifest_or_none(out)
-        before = finished["made_from"] if finished is not None else _read_json(out / CHUNKS / "settings.json")
+        before = finished["made_from"] if finished is not None else read_json(out / CHUNKS / "settings.json")
         changes = differences(before, made_from) if before else {}
         if finished is not None and resume and not changes:
             broken = shards.verify(out)
@@ -213,8 +188,11 @@ def prepare_documents(
             for problem in broken:
                 say(f"{problem}; making it anew")
         for key, (old, new) in changes.items():
-            say(f"{key} was {_short(old)} and is {_short(new)} now: what depends on it is made anew")
-        with _disk_errors(out):
+            said = (
+                "is new" if old is None else "is gone" if new is None else f"was {_short(old)} and is {_short(new)} now"
+            )
+            say(f"{key} {said}: what depends on it is made anew")
+        with disk_errors(out):
             (out / shards.MANIFEST).unlink(missing_ok=True)
             if not resume:
                 remove_made(out)
@@ -281,7 +259,7 @@ class _Run:
         relevant = {k: v for k, v in made_from.items() if k not in ("shard_mb", "max_unknown_rate", "min_documents")}
         key = _digest(relevant)
         record_path = self.out / CHUNKS / "vocabulary.json"
-        record = _read_json(record_path)
+        record = read_json(record_path)
         folder = self.out / shards.TOKENIZER
         if record.get("key") == key and all(
             (folder / file).is_file() and shards.describe_file(folder / file) == entry
@@ -297,10 +275,10 @@ class _Run:
             for document in documents():
                 if not document.sentences:
                     continue
-                data = _text_of(document.sentences)
+                data = text_of(document.sentences)
                 self._seen[0] += 1
                 self._seen[1] += len(data)
-                side = self._is_heldout(_hash(data))
+                side = is_heldout(content_hash(data), self.heldout)
                 counted[side] += 1
                 if not side:
                     yield from document.sentences
@@ -318,9 +296,6 @@ class _Run:
         shards.write_atomically(record_path, json.dumps(state, indent=1) + "\n")
         self._tell("vocabulary")
         return tokenizer
-
-    def _is_heldout(self, content_hash: int) -> bool:
-        return is_heldout(content_hash, self.heldout)
 
     def _check_counts(self, train: int, heldout: int) -> None:
         """Raises _GiveUpError when a split would be too small to use."""
@@ -379,7 +354,7 @@ class _Run:
 
         def wanted() -> Iterator[Chunk]:
             nonlocal kept
-            for chunk in chunks(documents(), self.chunk_bytes):
+            for chunk in cut_chunks(documents(), self.chunk_bytes):
                 self._seen[0] += len(chunk.documents)
                 self._seen[1] += chunk.text_bytes
                 record = finished_chunk(settings, chunk)
@@ -389,7 +364,7 @@ class _Run:
                     kept += 1
                     add(record)
 
-        with _encoder(settings, workers) as encode:
+        with encoder(settings, workers) as encode:
             for record in encode(wanted()):
                 add(record)
         records = [done[index] for index in sorted(done)]
@@ -412,7 +387,7 @@ class _Run:
         """The manifest (not yet written), after what no longer belongs to the folder has been taken away."""
         splits = {split: [r["shards"][split] for r in records if split in r["shards"]] for split in SPLITS}
         names = {entry["name"] for entries in splits.values() for entry in entries}
-        for path in _made_shards(self.out):
+        for path in made_shards(self.out):
             if path.name not in names:
                 shutil.rmtree(path)
         kept = {chunk_path(self.out, r["index"]).name for r in records} | {"settings.json", "vocabulary.json"}
@@ -424,7 +399,7 @@ class _Run:
             unknown.merge(counter_from_dict(record["unknown"]))
         manifest = shards.make_manifest(
             vocab_size=tokenizer.vocab_size,
-            tokenizer=_read_json(self.out / CHUNKS / "vocabulary.json")["tokenizer"],
+            tokenizer=read_json(self.out / CHUNKS / "vocabulary.json")["tokenizer"],
             source_names=source_names,
             splits=splits,
             made_from=made_from,
@@ -433,307 +408,6 @@ class _Run:
         manifest["empty_documents"] = sum(r["empty_documents"] for r in records)
         manifest["unknown"] = unknown.to_dict()
         return manifest
-
-
-def is_heldout(content_hash: int, share: float) -> bool:
-    """Whether a document is held out: by its content alone, so that copies of it never stand on both sides."""
-    return (content_hash >> 11) * 2.0**-53 < share
-
-
-def chunks(documents: Iterable[Document], chunk_bytes: int) -> Iterator[Chunk]:
-    """Consecutive documents in chunks of at least `chunk_bytes` of text (the last one may have less).
-
-    Documents without sentences are left out. A chunk's digest covers all that its shards are made of.
-    """
-    index = 0
-    sources: list[int] = []
-    hashes: list[int] = []
-    texts: list[list[str]] = []
-    size = 0
-    digest = hashlib.sha256()
-
-    def cut() -> Chunk:
-        nonlocal index, sources, hashes, texts, size, digest
-        chunk = Chunk(index, digest.hexdigest(), sources, hashes, texts, size)
-        index, sources, hashes, texts, size, digest = index + 1, [], [], [], 0, hashlib.sha256()
-        return chunk
-
-    for document in documents:
-        if not document.sentences:
-            continue
-        data = _text_of(document.sentences)
-        lengths = ",".join([str(len(sentence)) for sentence in document.sentences])
-        digest.update(f"{document.source}:{len(data)}:{lengths}\n".encode())
-        digest.update(data)
-        sources.append(document.source)
-        hashes.append(_hash(data))
-        texts.append(document.sentences)
-        size += len(data)
-        if size >= chunk_bytes:
-            yield cut()
-    if texts:
-        yield cut()
-
-
-def _text_of(sentences: Sequence[str]) -> bytes:
-    return " ".join(sentences).encode()
-
-
-def _hash(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-
-
-def chunk_path(out: Path, index: int) -> Path:
-    return out / CHUNKS / f"chunk-{index:05d}.json"
-
-
-def finished_chunk(settings: Settings, chunk: Chunk) -> dict[str, Any] | None:
-    """The sidecar of an earlier run for this chunk, if text, settings and shard files are still the same."""
-    record = _read_json(chunk_path(settings.out, chunk.index))
-    if record.get("text") != chunk.digest or record.get("settings") != settings.key:
-        return None
-    whole = all(shards.entry_is_whole(settings.out, entry) for entry in record["shards"].values())
-    return record if whole else None
-
-
-def encode_chunk(tokenizer: WordPiece, settings: Settings, chunk: Chunk) -> dict[str, Any]:
-    """Encode a chunk, write its shards and then its sidecar, which is returned."""
-    with _disk_errors(settings.out):
-        chunk_path(settings.out, chunk.index).unlink(missing_ok=True)
-        unknown = UnknownCounter()
-        sides: dict[str, _Columns] = {split: _Columns() for split in SPLITS}
-        empty = 0
-        for text, source, content_hash in zip(chunk.documents, chunk.sources, chunk.hashes, strict=True):
-            side = sides["heldout" if is_heldout(content_hash, settings.heldout) else "train"]
-            side.pending.append((text, source, content_hash))
-            side.pending_chars += sum(map(len, text))
-            if side.pending_chars >= 1 << 18:
-                empty += side.encode_pending(tokenizer, settings, unknown)
-        entries = {}
-        for split, side in sides.items():
-            empty += side.encode_pending(tokenizer, settings, unknown)
-            name = f"{split}-{chunk.index:05d}"
-            if side.hashes:
-                entries[split] = shards.write_shard(settings.out, name, side.arrays(), tokenizer.vocab_size)
-            elif (settings.out / name).exists():
-                shutil.rmtree(settings.out / name)
-        record = {
-            "index": chunk.index,
-            "text": chunk.digest,
-            "settings": settings.key,
-            "shards": entries,
-            "empty_documents": empty,
-            "unknown": unknown.to_dict(),
-        }
-        shards.write_atomically(chunk_path(settings.out, chunk.index), json.dumps(record, indent=1) + "\n")
-    return record
-
-
-class _Columns:
-    """One split's share of a chunk while it is being encoded, a few hundred kilobytes of text at a time."""
-
-    def __init__(self) -> None:
-        self.pending: list[tuple[list[str], int, int]] = []
-        self.pending_chars = 0
-        self.tokens: list[np.ndarray] = []
-        self.words: list[np.ndarray] = []
-        self.sentence_lengths: list[np.ndarray] = []
-        self.document_lengths: list[int] = []
-        self.sources: list[int] = []
-        self.hashes: list[int] = []
-
-    def encode_pending(self, tokenizer: WordPiece, settings: Settings, unknown: UnknownCounter) -> int:
-        """Encode what waits; sentences without pieces and documents without sentences go. Returns documents gone."""
-        pending, self.pending, self.pending_chars = self.pending, [], 0
-        sentences = [sentence for document, _, _ in pending for sentence in document]
-        bounded = np.zeros(len(sentences), dtype=bool)
-        if any(settings.word_sources):
-            bounded[:] = [settings.word_sources[source] for document, source, _ in pending for _ in document]
-        ids, marks = _encode(tokenizer, sentences, bounded)
-        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-        flat = np.fromiter(itertools.chain.from_iterable(ids), np.int64, int(lengths.sum()))
-        if any(settings.word_sources):
-            starts = (~tokenizer.is_continuation_V[flat]).astype(np.uint8)
-            starts[np.repeat(bounded, lengths)] = marks
-            self.words.append(starts)
-        unknown.add_flat(tokenizer, flat)
-        ends = np.cumsum(lengths)
-        for index in np.unique(np.searchsorted(ends, np.flatnonzero(flat == tokenizer.unk_id), side="right")):
-            unknown.add_unknown(tokenizer, sentences[index])
-        self.tokens.append(flat.astype(shards.token_dtype(tokenizer.vocab_size)))
-        self.sentence_lengths.append(lengths[lengths > 0])
-        empty = position = 0
-        for document, source, content_hash in pending:
-            count = int(np.count_nonzero(lengths[position : position + len(document)]))
-            position += len(document)
-            if not count:
-                empty += 1
-                continue
-            self.document_lengths.append(count)
-            self.sources.append(source)
-            self.hashes.append(content_hash)
-        return empty
-
-    def arrays(self) -> shards.ShardArrays:
-        return shards.ShardArrays(
-            tokens=np.concatenate(self.tokens),
-            sentences=np.concatenate([[0], np.cumsum(np.concatenate(self.sentence_lengths))]),
-            documents=np.concatenate([[0], np.cumsum(self.document_lengths)]),
-            sources=np.asarray(self.sources, dtype=np.int64),
-            hashes=np.asarray(self.hashes, dtype=np.uint64),
-            words=np.concatenate(self.words) if self.words else None,
-        )
-
-
-def _encode(
-    tokenizer: WordPiece, sentences: Sequence[str], bounded: np.ndarray
-) -> tuple[Sequence[Sequence[int]], list[bool]]:
-    """Ids of every sentence; and for those whose spaces bound words, one after another, which pieces start a word."""
-    if not bounded.any():
-        return tokenizer.encode_batch(sentences), []
-    plain = iter(tokenizer.encode_batch([s for s, own in zip(sentences, bounded, strict=True) if not own]))
-    ids: list[Sequence[int]] = []
-    marks: list[bool] = []
-    for sentence, own in zip(sentences, bounded, strict=True):
-        if own:
-            pieces, starts = tokenizer.encode_words(sentence)
-            ids.append(pieces)
-            marks += starts
-        else:
-            ids.append(next(plain))
-    return ids, marks
-
-
-# --- processes
-
-_tokenizer: WordPiece | None = None
-
-
-def _start_worker(tokenizer_folder: Path) -> None:
-    global _tokenizer
-    from transformer_jax.tokenizer import WordPiece
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the reading process ends the run
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _tokenizer = WordPiece.load(tokenizer_folder)
-
-
-def _leave_with_parent() -> None:
-    """Without this, workers of a killed preparation would wait for ever for work."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
-
-
-def _encode_in_worker(settings: Settings, chunk: Chunk) -> dict[str, Any]:
-    assert _tokenizer is not None
-    return encode_chunk(_tokenizer, settings, chunk)
-
-
-@contextlib.contextmanager
-def _encoder(
-    settings: Settings, workers: int | None
-) -> Iterator[Callable[[Iterable[Chunk]], Iterator[dict[str, Any]]]]:
-    """A function that encodes chunks as they come, here or in `workers` processes, a bounded number at a time."""
-    count = workers if workers is not None else len(os.sched_getaffinity(0))
-    folder = settings.out / shards.TOKENIZER
-    if count <= 1:
-        from transformer_jax.tokenizer import WordPiece
-
-        tokenizer = WordPiece.load(folder)
-        yield lambda todo: (encode_chunk(tokenizer, settings, chunk) for chunk in todo)
-        return
-    context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(count, context, _start_worker, (folder,))
-
-    def encode(todo: Iterable[Chunk]) -> Iterator[dict[str, Any]]:
-        running: set[concurrent.futures.Future[dict[str, Any]]] = set()
-        try:
-            for chunk in todo:
-                running.add(pool.submit(_encode_in_worker, settings, chunk))
-                del chunk
-                if len(running) > count:
-                    finished, running = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
-                    for future in finished:
-                        yield future.result()
-            for future in concurrent.futures.as_completed(running):
-                yield future.result()
-        except BrokenProcessPool:
-            raise UserError(
-                "an encoding process was ended from outside, most likely because memory ran out; finished shards are "
-                "kept: run `prepare` again with fewer processes or a smaller data.shard_mb"
-            ) from None
-
-    try:
-        yield encode
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-# --- the folder
-
-
-@contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Keep a second preparation out of the folder; the lock goes with the process, however it ends."""
-    with _disk_errors(out):
-        new = not out.exists()
-        out.mkdir(parents=True, exist_ok=True)
-        if not new and not (out / shards.MANIFEST).exists() and not (out / CHUNKS).exists():
-            strangers = sorted(p.name for p in out.iterdir() if p.name not in (".lock", shards.CACHES))
-            if strangers:
-                raise UserError(
-                    f"{out} holds files that `prepare` did not make ({', '.join(strangers[:3])}); name a new folder"
-                )
-        lock = (out / ".lock").open("w")
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another `prepare` is at work in {out}; wait for it, or name another folder") from None
-        except OSError:
-            pass  # a file system without locks
-        try:
-            yield
-        finally:
-            (out / ".lock").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                out.rmdir()  # only when nothing is left in it
-
-
-@contextlib.contextmanager
-def _disk_errors(out: Path) -> Iterator[None]:
-    """A full disk, or one that cannot be written, as a message that says what is kept."""
-    try:
-        yield
-    except OSError as e:
-        if e.filename is not None and not str(e.filename).startswith(str(out)):
-            raise UserError(f"{e.filename} cannot be read: {e.strerror}") from None
-        free = ""
-        with contextlib.suppress(OSError):
-            free = f", {shutil.disk_usage(out).free / 1e6:.0f} MB free"
-        raise UserError(
-            f"{out}: cannot be written ({e}{free}); finished shards are kept: make room and run `prepare` again, it "
-            "goes on where it stopped"
-        ) from None
-
-
-def remove_made(out: Path) -> None:
-    """Take away everything a preparation has made in `out`, the manifest first."""
-    (out / shards.MANIFEST).unlink(missing_ok=True)
-    for path in _made_shards(out):
-        shutil.rmtree(path, ignore_errors=True)
-    for folder in (CHUNKS, shards.TOKENIZER, shards.CACHES):
-        shutil.rmtree(out / folder, ignore_errors=True)
-    for file in (data_report.JSON, data_report.TEXT):
-        (out / file).unlink(missing_ok=True)
-
-
-def _made_shards(out: Path) -> list[Path]:
-    """Shard folders, and what is left of half-written ones."""
-    found = [p for split in SPLITS for pattern in (f"{split}-*", f".{split}-*.tmp") for p in out.glob(pattern)]
-    return [path for path in found if path.is_dir()]
 
 
 def _manifest_or_none(out: Path) -> dict[str, Any] | None:
@@ -756,7 +430,7 @@ def _report(
     wanted = json.loads(json.dumps(described_with or {}))
     if up_to_date:
         say(f"{out} is up to date")
-        stored = _read_json(out / data_report.JSON)
+        stored = read_json(out / data_report.JSON)
         if stored and (describe is None or stored.get("described_with") == wanted):
             return stored
     train = Shards(out, "train", manifest)
@@ -765,30 +439,13 @@ def _report(
     if describe is not None:
         report["examples"] = json.loads(json.dumps(describe(train)))
         report["described_with"] = wanted
-    with _disk_errors(out):
+    with disk_errors(out):
         data_report.write(out, report)
     return report
 
 
 def _documents(record: Mapping[str, Any], split: str) -> int:
     return record["shards"][split]["documents"] if split in record["shards"] else 0
-
-
-def counter_from_dict(counts: Mapping[str, Mapping[str, Any]]) -> UnknownCounter:
-    """What `UnknownCounter.to_dict` gave, as a counter again."""
-    counter = UnknownCounter()
-    for script, count in counts.items():
-        counter.counts[script] = ScriptCount(count["pieces"], count["unknown"], list(count["examples"]))
-    return counter
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one where there is none that can be read."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _digest(value: Any) -> str:
@@ -798,6 +455,15 @@ def _digest(value: Any) -> str:
 def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:59] + "…"
+
+
+def _by_name(description: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's description with its inputs by name, so that differences can be told one by one."""
+    inputs: dict[str, Any] = {}
+    for item in description["inputs"]:
+        name = item["name"]
+        inputs[f"{name}#{len(inputs)}" if name in inputs else name] = item
+    return {**description, "inputs": inputs, "order": list(inputs)}
 
 
 def _with_recipe(config: WordPieceConfig, recipe: Recipe) -> WordPieceConfig:

@@ -1,0 +1,103 @@
+"""The folder a preparation works in: one at a time, what has been made in it, and disks that are full."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformer_jax import data_report, shards
+from transformer_jax.config import UserError
+
+CHUNKS = "chunks"
+"""Folder of the sidecars of finished chunks, and of what else a preparation needs to go on."""
+SPLITS = ("train", "heldout")
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Keep a second preparation out of the folder; the lock goes with the process, however it ends."""
+    with disk_errors(out):
+        new = not out.exists()
+        out.mkdir(parents=True, exist_ok=True)
+        if not new and not (out / shards.MANIFEST).exists() and not (out / CHUNKS).exists():
+            strangers = sorted(p.name for p in out.iterdir() if p.name not in (".lock", shards.CACHES))
+            if strangers:
+                raise UserError(
+                    f"{out} holds files that `prepare` did not make ({', '.join(strangers[:3])}); name a new folder"
+                )
+        lock = (out / ".lock").open("w")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another `prepare` is at work in {out}; wait for it, or name another folder") from None
+        except OSError:
+            pass  # a file system without locks
+        if not _is_file_of(lock.fileno(), out / ".lock"):  # whoever had it has just taken it away
+            raise UserError(f"another `prepare` was at work in {out}; start again")
+        try:
+            yield
+        finally:
+            (out / ".lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                out.rmdir()  # only when nothing is left in it
+
+
+def _is_file_of(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def disk_errors(out: Path) -> Iterator[None]:
+    """A full disk, or one that cannot be written, as a message that says what is kept."""
+    try:
+        yield
+    except OSError as e:
+        if e.filename is not None and not str(e.filename).startswith(str(out)):
+            raise UserError(f"{e.filename} cannot be read: {e.strerror}") from None
+        # numpy's own error for a file that was written in part has neither a number nor a name.
+        if e.filename is None and e.errno not in (None, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
+            raise
+        free = ""
+        with contextlib.suppress(OSError):
+            free = f", {shutil.disk_usage(out).free / 1e6:.0f} MB free"
+        raise UserError(
+            f"{out}: cannot be written ({e}{free}); finished shards are kept: make room and run `prepare` again, it "
+            "goes on where it stopped"
+        ) from None
+
+
+def remove_made(out: Path) -> None:
+    """Take away everything a preparation has made in `out`, the manifest first."""
+    (out / shards.MANIFEST).unlink(missing_ok=True)
+    for path in made_shards(out):
+        shutil.rmtree(path, ignore_errors=True)
+    for folder in (CHUNKS, shards.TOKENIZER, shards.CACHES):
+        shutil.rmtree(out / folder, ignore_errors=True)
+    for file in (data_report.JSON, data_report.TEXT):
+        (out / file).unlink(missing_ok=True)
+
+
+def made_shards(out: Path) -> list[Path]:
+    """Shard folders, and what is left of half-written ones."""
+    found = [p for split in SPLITS for pattern in (f"{split}-*", f".{split}-*.tmp") for p in out.glob(pattern)]
+    return [path for path in found if path.is_dir()]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or an empty one where there is none that can be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
