@@ -27,7 +27,7 @@ SAVED_NAMES = ("query", "key", "value", "context", "attention_normed", "intermed
 
 def compute_dtype(config: EncoderConfig) -> jnp.dtype:
     """Dtype of activations and matrix products; refuses float64 where JAX would silently make float32 of it."""
-    if config.dtype == "float64" and not jax.config.read("jax_enable_x64"):
+    if jax.dtypes.canonicalize_dtype(config.dtype) != config.dtype:
         raise ConfigError('dtype is "float64" but JAX has 64-bit numbers switched off; set JAX_ENABLE_X64=1')
     return jnp.dtype(config.dtype)
 

@@ -74,7 +74,8 @@ class Encoder(nn.Module):
         unrolled form.
         """
         c = self.config
-        if self.config.scanned and not self.is_initializing() and not self.is_mutable_collection("intermediates"):
+        x_BLH = x_BLH.astype(compute_dtype(c))
+        if c.scanned and not self.is_initializing() and not self.is_mutable_collection("intermediates"):
             return self._scan(x_BLH, sequence_ids_BL, randomness, first_site)
         layer_class: Any = EncoderLayer
         if c.remat != "none":
