@@ -8,6 +8,7 @@ means the mask. Where results differ from the 2018 code is listed in docs/tokeni
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -17,6 +18,7 @@ import json
 import logging
 import multiprocessing
 import re
+import threading
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -88,6 +90,7 @@ class WordPiece:
         self._corpus = tokenizers.Tokenizer.from_str(self.files()["tokenizer.json"])
         self._corpus.encode_special_tokens = True
         self._cache: dict[str, tuple[int, ...]] = {}
+        self._lock = threading.Lock()
         self._ints = tuple(range(len(self.vocab)))  # one int object an id, for all cache entries
         self._units = (_UNIT_HAN if config.tokenize_chinese_chars else _UNIT).findall
         self._keep = _any_of(config.keep_tokens)
@@ -211,9 +214,10 @@ class WordPiece:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text; what is new to the cache goes to the library in one call."""
         split = [_chunks(text) for text in self._pre_split(texts)]
-        look_up = self._look_up(set().union(*split)).__getitem__
         chain = itertools.chain.from_iterable
-        return [list(chain(map(look_up, chunks))) for chunks in split]
+        with self._known(set().union(*split)) as table:
+            look_up = table.__getitem__
+            return [list(chain(map(look_up, chunks))) for chunks in split]
 
     def encode_words(self, sentence: str) -> tuple[list[int], list[bool]]:
         """Ids of a sentence whose spaces mark words, and for each whether it starts a word.
@@ -223,13 +227,12 @@ class WordPiece:
         the space they need. A word that leaves no piece (only control characters) starts nothing.
         """
         chunks = _chunks(sentence)
-        table = self._look_up(set(chunks))
         ids: list[int] = []
         starts: list[bool] = []
-        for chunk in chunks:
-            pieces = table[chunk]
-            ids += pieces
-            starts += [i == 0 for i in range(len(pieces))]
+        with self._known(set(chunks)) as table:
+            for pieces in map(table.__getitem__, chunks):
+                ids += pieces
+                starts += [i == 0 for i in range(len(pieces))]
         return ids, starts
 
     def encode_query(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -283,33 +286,45 @@ class WordPiece:
     def _query(self) -> Any:
         return tokenizers.Tokenizer.from_str(self.files()["tokenizer.json"])
 
-    def _look_up(self, chunks: set[str]) -> Mapping[str, Sequence[int]]:
-        """A mapping that holds the ids of each of `chunks`; the cache itself where nothing else is needed."""
-        missing = chunks.difference(self._cache)
-        if not missing:
-            return self._cache
-        if len(self._cache) + len(missing) > self.CACHE_ENTRIES:
-            self._cache = {}
-            missing = chunks
-        cache = self._cache
-        split = {c: [c] if self._keep and self._keep.search(c) else self._units(c) for c in missing}
+    @contextlib.contextmanager
+    def _known(self, chunks: set[str]) -> Iterator[Mapping[str, Sequence[int]]]:
+        """The cache, with the ids of each of `chunks` in it; what is not worth keeping goes again on leaving."""
+        with self._lock:
+            missing = chunks.difference(self._cache)
+            if len(self._cache) + len(missing) > self.CACHE_ENTRIES:
+                self._cache.clear()
+                missing = chunks
+            passing = self._fill(missing) if missing else []
+            yield self._cache
+            for key in passing:
+                self._cache.pop(key, None)
+            if len(self._cache) > self.CACHE_ENTRIES:
+                self._cache.clear()
+
+    def _fill(self, missing: set[str]) -> list[str]:
+        """Put `missing` and the units they are made of into the cache; returns the keys that should not stay."""
+        cache, keep = self._cache, self._keep
+        split = {c: [c] if keep and keep.search(c) else self._units(c) for c in missing}
         units = list(set().union(*split.values()).difference(cache))
+        # Plain units are one word each, so they go through as one text, and come apart where no ## piece follows.
+        plain = [u for u in units if u.isascii() and u.isalnum()] if keep is None else []
+        others = list(set(units).difference(plain)) if plain else units
+        *found, joined = self._corpus.encode_batch_fast([*others, " ".join(plain)], add_special_tokens=False)
         ints = self._ints.__getitem__
-        found = self._corpus.encode_batch_fast(units, add_special_tokens=False)
-        new: dict[str, tuple[int, ...]] = {}
-        passing: dict[str, tuple[int, ...]] = {}
-        for unit, encoding in zip(units, found, strict=True):
-            new[unit] = tuple(map(ints, encoding.ids))
+        for unit, encoding in zip(others, found, strict=True):
+            cache[unit] = tuple(map(ints, encoding.ids))
+        ids = list(map(ints, joined.ids))
+        starts = np.flatnonzero(~self.is_continuation_V[ids]).tolist() if ids else []
+        for unit, a, b in zip(plain, starts, [*starts[1:], len(ids)] if ids else [], strict=True):
+            cache[unit] = tuple(ids[a:b])
+        passing = [u for u in units if len(u) > self.CACHE_CHARS]
+        chain, look_up = itertools.chain.from_iterable, cache.__getitem__
         for chunk, parts in split.items():
             if len(parts) != 1:
-                ids = tuple(i for u in parts for i in (new[u] if u in new else cache[u]))
-                (new if len(parts) <= self.CACHE_UNITS else passing)[chunk] = ids
-        for key in [k for k in new if len(k) > self.CACHE_CHARS]:
-            passing[key] = new.pop(key)
-        cache.update(new)
-        if len(cache) > self.CACHE_ENTRIES:
-            self._cache = {}
-        return {c: passing[c] if c in passing else cache[c] for c in chunks} if passing else cache
+                cache[chunk] = tuple(chain(map(look_up, parts)))
+                if len(parts) > self.CACHE_UNITS or len(chunk) > self.CACHE_CHARS:
+                    passing.append(chunk)
+        return passing
 
     def _library_form(self) -> dict[str, Any]:
         """tokenizer.json, written by hand so that its bytes do not depend on the library's version."""
