@@ -1,0 +1,55 @@
+# Two environments, made on first use: .venv to run the project, .venv-dev to test it. CONTRIBUTING.md says more.
+
+# Another Python: make demo PYTHON=python3.12
+python = $${PYTHON:-$$(sh requirements/find_python.sh)}
+PYTEST_ARGS ?=
+locks := $(wildcard requirements/*.txt)
+checked := bert_jax transformer_jax tests requirements .ci
+
+.PHONY: help demo demo-zh demo-short test lint types format clean
+
+help:
+	@echo "make demo        prepare, pretrain, evaluate and export a small English BERT"
+	@echo "make demo-zh     the same in Chinese"
+	@echo "make demo-short  the English one for a few steps only, to see that all of it runs"
+	@echo "make test        the tests; PYTEST_ARGS=\"-m 'not slow'\" for the fast ones"
+	@echo "make lint        ruff"
+	@echo "make types       mypy"
+	@echo "make format      let ruff rewrite the files"
+	@echo "make clean       remove what the demos and tools made, environments too"
+
+demo: .venv/complete
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" sh launch/demo.sh launch/runs/demo_en.toml runs/demo_en
+
+demo-zh: .venv/complete
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" sh launch/demo.sh launch/runs/demo_zh.toml runs/demo_zh
+
+demo-short: .venv/complete
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" sh launch/demo.sh launch/runs/demo_en.toml runs/demo_short \
+		--train.steps 30 --optimizer.warmup_steps 5
+
+test: .venv-dev/complete
+	@.venv-dev/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: .venv-dev/complete
+	.venv-dev/bin/ruff check $(checked)
+	.venv-dev/bin/ruff format --check $(checked)
+
+types: .venv-dev/complete
+	.venv-dev/bin/mypy
+	.venv-dev/bin/mypy requirements/install.py
+
+format: .venv-dev/complete
+	.venv-dev/bin/ruff check --fix $(checked)
+	.venv-dev/bin/ruff format $(checked)
+
+.venv/complete: $(locks)
+	@python=$(python) && "$$python" requirements/install.py .venv users && touch $@
+
+.venv-dev/complete: $(locks)
+	@python=$(python) && "$$python" requirements/install.py .venv-dev development && touch $@
+
+clean:
+	rm -rf .venv .venv-dev .venv-second .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf runs/demo_* prepared/demo_* exports/demo_*
+	find $(checked) -name __pycache__ -type d -prune -exec rm -rf {} +
