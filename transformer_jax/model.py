@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from transformer_jax.config import ConfigError, EncoderConfig
 from transformer_jax.dropout import Randomness, dropout
 from transformer_jax.layers import SAVED_NAMES, FeedForward, LayerNorm, SelfAttention, compute_dtype
+from transformer_jax.sharding import split_rows
 
 SITES_PER_LAYER = 3
 """Dropout sites of a layer: attention weights, attention output, feed-forward output."""
@@ -42,9 +43,9 @@ class EncoderLayer(nn.Module):
         c = self.config
         y_BLH = SelfAttention(c, name="attention")(x_BLH, sequence_ids_BL, randomness, first_site)
         y_BLH = dropout(y_BLH, c.hidden_dropout_prob, randomness, first_site + 1)
-        x_BLH = checkpoint_name(LayerNorm(c, name="attention_norm")(x_BLH + y_BLH), "attention_normed")
+        x_BLH = checkpoint_name(split_rows(LayerNorm(c, name="attention_norm")(x_BLH + y_BLH)), "attention_normed")
         y_BLH = dropout(FeedForward(c, name="feed_forward")(x_BLH), c.hidden_dropout_prob, randomness, first_site + 2)
-        return LayerNorm(c, name="feed_forward_norm")(x_BLH + y_BLH)
+        return split_rows(LayerNorm(c, name="feed_forward_norm")(x_BLH + y_BLH))
 
 
 class Encoder(nn.Module):
