@@ -296,9 +296,9 @@ def test_a_broken_parquet_file_or_column_is_named(tmp_path: Path) -> None:
         one_file(tmp_path, data[: len(data) // 2], 'format = "parquet"')
 
 
-def test_parquet_without_its_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_its_package_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="extra `parquet`"):
+    with pytest.raises(UserError, match="pip install pyarrow"):
         one_file(tmp_path, b"", 'format = "parquet"')
 
 
@@ -307,27 +307,35 @@ def test_parquet_without_its_package_names_the_extra(tmp_path: Path, monkeypatch
 
 @pytest.fixture(scope="module")
 def tfds_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A set of five articles, written as array_record by TFDS itself, without TensorFlow."""
+    return make_articles(tmp_path_factory.mktemp("tfds"), "array_record")
+
+
+def make_articles(root: Path, file_format: str) -> Path:
+    """A set of five articles, written by TFDS itself, without TensorFlow."""
     import tensorflow_datasets as tfds
 
-    class Articles(tfds.core.GeneratorBasedBuilder):  # type: ignore[misc]
-        VERSION = tfds.core.Version("1.2.0")
+    with tfds.core.registered.skip_registration():
 
-        def _info(self) -> object:
-            features = tfds.features.FeaturesDict(
-                {"text": tfds.features.Text(), "title": tfds.features.Text(), "id": np.int64}
-            )
-            return tfds.core.DatasetInfo(builder=self, features=features)
+        class Articles(tfds.core.GeneratorBasedBuilder):  # type: ignore[misc]
+            VERSION = tfds.core.Version("1.2.0")
 
-        def _split_generators(self, dl_manager: object) -> object:
-            return {"train": self._generate_examples()}
+            def _info(self) -> object:
+                features = tfds.features.FeaturesDict(
+                    {"text": tfds.features.Text(), "title": tfds.features.Text(), "id": np.int64}
+                )
+                return tfds.core.DatasetInfo(builder=self, features=features)
 
-        def _generate_examples(self) -> Iterator[tuple[int, dict[str, object]]]:
-            for i in range(5):
-                yield i, {"text": f"Article {i} é.\nSecond line. It goes on.\n\nNext.", "title": f"Title {i}", "id": i}
+            def _split_generators(self, dl_manager: object) -> object:
+                return {"train": self._generate_examples()}
 
-    root = tmp_path_factory.mktemp("tfds")
-    Articles(data_dir=root, file_format="array_record").download_and_prepare()
+            def _generate_examples(self) -> Iterator[tuple[int, dict[str, object]]]:
+                for i in range(5):
+                    yield (
+                        i,
+                        {"text": f"Article {i} é.\nSecond line. It goes on.\n\nNext.", "title": f"Title {i}", "id": i},
+                    )
+
+    Articles(data_dir=root, file_format=file_format).download_and_prepare()
     return root
 
 
@@ -374,6 +382,15 @@ def test_a_tfds_set_in_another_format_stops_with_the_command(tmp_path: Path, fil
     with pytest.raises(UserError, match=f"in the format {file_format}") as e:
         read(found)
     assert str(e.value).endswith(f"transformer_jax.tfds_prepare wikipedia/20230601.en --data-dir {tmp_path}")
+
+
+def test_a_parquet_set_is_copied_to_array_record(tmp_path: Path, tfds_root: Path) -> None:
+    make_articles(tmp_path, "parquet")
+    found = tfds_source(tmp_path, tmp_path)
+    with pytest.raises(UserError, match="in the format parquet"):
+        read(found)
+    tfds_prepare.copy_parquet(tmp_path / "articles" / "1.2.0")
+    assert read(found) == read(tfds_source(tmp_path, tfds_root))
 
 
 def test_a_tfds_set_with_a_missing_or_cut_file_is_an_error(tmp_path: Path, tfds_root: Path) -> None:

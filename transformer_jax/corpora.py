@@ -448,10 +448,7 @@ def _read_jsonl(item: _Input) -> Iterator[tuple[int, list[str]]]:
 
 def _read_parquet(item: _Input) -> Iterator[tuple[int, list[str]]]:
     if importlib.util.find_spec("pyarrow") is None:
-        raise UserError(
-            f"{item.path}: Parquet needs the package pyarrow, which is not installed; install the extra `parquet` "
-            "(pip install 'bert-transformer-jax[parquet]')"
-        )
+        raise UserError(f"{item.path}: Parquet needs the package pyarrow, which is not installed: pip install pyarrow")
     import pyarrow
     import pyarrow.parquet
 
