@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -340,9 +339,7 @@ def describe(shards: Shards, config: ExamplesConfig, seed: int, rows: int = 2048
     Args:
       rows: how many rows of the first epoch are made to count masks.
     """
-    began = time.perf_counter()
     plan = plans.make_plan(shards, config, seed, 0)
-    seconds = time.perf_counter() - began
     maker = Maker(shards, config)
     lengths = plan.pairs.lengths
     tokens = int(lengths.sum())
@@ -380,5 +377,4 @@ def describe(shards: Shards, config: ExamplesConfig, seed: int, rows: int = 2048
         "predictions_counted": picked,
         "share_random_next": round(float(plan.pairs.label[labelled].mean()), 4) if labelled.any() else None,
         "length_histogram": {f"{a + 1}-{b}": int(n) for a, b, n in zip(edges, edges[1:], histogram, strict=False)},
-        "plan_seconds": round(seconds, 3),
     }
