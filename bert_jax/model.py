@@ -14,6 +14,7 @@ from transformer_jax import dropout, masks
 from transformer_jax.config import ConfigError
 from transformer_jax.layers import ACTIVATIONS, Dense, Embedding, LayerNorm, compute_dtype, partitioned, wide_dtype
 from transformer_jax.model import Encoder, encoder_flops
+from transformer_jax.sharding import split_rows
 
 EMBEDDING_SITE = 0
 ENCODER_SITE = 1
@@ -69,7 +70,7 @@ class MaskedLMTransform(nn.Module):
         bias_V = self.param(
             "bias", partitioned(nn.initializers.zeros, "vocab"), (c.padded_vocab_size,), wide_dtype(compute_dtype(c))
         )
-        return LayerNorm(c, name="norm")(x_BPH), bias_V
+        return split_rows(LayerNorm(c, name="norm")(x_BPH)), bias_V
 
 
 class BertForPreTraining(nn.Module):
@@ -142,14 +143,15 @@ class BertForPreTraining(nn.Module):
     def mlm_logits(self, x_BPH: jax.Array) -> jax.Array:
         """Hidden states [B, P, H] to scores of each vocabulary entry, float32 [B, P, Vpadded]."""
         x_BPH, bias_V = self.mlm(x_BPH)
-        logits_BPV = self.embeddings.scores(x_BPH) + bias_V[None, None, :]
+        # The bias carries the mask: a select over all logits, forward and backward, would cost as much as the softmax.
         is_entry_V = jnp.arange(self.config.padded_vocab_size) < self.config.vocab_size
-        return jnp.where(is_entry_V[None, None, :], logits_BPV, masks.FORBIDDEN)
+        bias_V = jnp.where(is_entry_V, bias_V, masks.FORBIDDEN)
+        return self.embeddings.scores(x_BPH) + bias_V[None, None, :]
 
 
 def take_positions(x_BLH: jax.Array, positions_BP: jax.Array) -> jax.Array:
     """The vectors at the given positions of each row, [B, P, H]."""
-    return jnp.take_along_axis(x_BLH, positions_BP[:, :, None], axis=1)
+    return split_rows(jnp.take_along_axis(x_BLH, positions_BP[:, :, None], axis=1))
 
 
 def check_shapes(
@@ -212,9 +214,7 @@ def count_parameters(config: BertConfig) -> dict[str, int]:
     }
 
 
-def model_flops(
-    config: BertConfig, *, tokens: float, squares: float, predictions: float, sequences: float
-) -> float:
+def model_flops(config: BertConfig, *, tokens: float, squares: float, predictions: float, sequences: float) -> float:
     """Floating-point operations that one training step on these examples needs: three forward passes' products.
 
     Only what the model asks for counts: no padding, no recomputation, no attention between packed sequences. So padded

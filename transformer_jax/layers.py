@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from transformer_jax import masks
 from transformer_jax.config import ConfigError, EncoderConfig
 from transformer_jax.dropout import Randomness, dropout
+from transformer_jax.sharding import split_rows, whole_vectors
 
 SAVED_NAMES = ("query", "key", "value", "context", "attention_normed", "intermediate")
 """Tensors of a layer that the remat policy "names" keeps for the backward pass."""
@@ -84,6 +85,28 @@ def _wide_einsum_backward(
 _wide_einsum.defvjp(_wide_einsum_forward, _wide_einsum_backward)
 
 
+@jax.custom_vjp
+def dense_product(x: jax.Array, kernel_IO: jax.Array) -> jax.Array:
+    """x [..., I] @ kernel [I, O], with the kernel's gradient written as the product of the transposes in that order.
+
+    Autodiff makes the transposed gradient and turns it round, for which XLA on CPU copies the activations.
+    """
+    return jnp.einsum("...i,io->...o", x, kernel_IO)
+
+
+def _dense_product_forward(x: jax.Array, kernel_IO: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return dense_product(x, kernel_IO), (x, kernel_IO)
+
+
+def _dense_product_backward(operands: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel_IO = operands
+    summed = tuple(range(x.ndim - 1))
+    return jnp.einsum("...o,io->...i", g, kernel_IO), jax.lax.dot_general(x, g, ((summed, summed), ((), ())))
+
+
+dense_product.defvjp(_dense_product_forward, _dense_product_backward)
+
+
 def gelu(x: jax.Array) -> jax.Array:
     """x times the normal distribution function, by erf (Hendrycks and Gimpel 2016); the form of the released BERT."""
     wide = x.astype(wide_dtype(x.dtype))
@@ -125,7 +148,7 @@ class Dense(nn.Module):
         bias_init = partitioned(nn.initializers.zeros, self.axes[1])
         kernel = self.param("kernel", kernel_init, (x.shape[-1], self.features), wide_dtype(dtype))
         bias = self.param("bias", bias_init, (self.features,), wide_dtype(dtype))
-        y = jnp.einsum("...i,io->...o", x.astype(dtype), kernel.astype(dtype))
+        y = dense_product(x.astype(dtype), kernel.astype(dtype))
         return y + broadcast_last(bias.astype(dtype), y.ndim)
 
 
@@ -154,9 +177,8 @@ class Embedding(nn.Module):
 
     def __call__(self, ids_BL: jax.Array) -> jax.Array:
         """Rows of the table, [B, L, H]; an id out of range gives NaN, which the training step notices."""
-        # A gather. With the table split over an fsdp axis the compiler may answer it by copying the whole table to
-        # each device ("involuntary full rematerialization"), which is what fsdp does with every parameter anyway.
-        return jnp.take(self.embedding, ids_BL, axis=0, mode="fill").astype(compute_dtype(self.config))
+        table = whole_vectors(self.embedding)
+        return split_rows(jnp.take(table, ids_BL, axis=0, mode="fill")).astype(compute_dtype(self.config))
 
     def attend(self, x_BPH: jax.Array) -> jax.Array:
         """Scores of x against each row, float32 [B, P, rows]."""

@@ -134,6 +134,29 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
+def split_rows(x: jax.Array) -> jax.Array:
+    """Have the compiler keep activations [B, ...] split by rows, and by nothing else, where a mesh is set.
+
+    Left to itself it carries the splits of a parameter over to what comes out of it: on a mesh with both fsdp and
+    tensor it then moved activations to and fro, and some small batches got wrong gradients.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not set(BATCH_AXES) <= set(mesh.axis_names) or x.shape[0] % math.prod(mesh.shape[a] for a in BATCH_AXES):
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES, *(None for _ in x.shape[1:])))
+
+
+def whole_vectors(table: jax.Array) -> jax.Array:
+    """A table [rows, H] with its vectors whole on each device, gathered as fsdp gathers every parameter it uses.
+
+    Otherwise a lookup gives vectors split over fsdp, and what follows is moved to and fro, whole, to mend that.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not set(BATCH_AXES) <= set(mesh.axis_names):
+        return table
+    return jax.lax.with_sharding_constraint(table, PartitionSpec(PartitionSpec.UNCONSTRAINED, None))
+
+
 def batch_devices(mesh: Mesh) -> int:
     """The number of parts into which a batch's rows are split."""
     return math.prod(mesh.shape[a] for a in BATCH_AXES)
