@@ -56,7 +56,11 @@ def override(config: PretrainConfig, arguments: Sequence[str]) -> PretrainConfig
     """Apply `--section.key value` arguments; a mistyped one ends the program with the nearest valid names."""
     import tyro
 
-    return tyro.cli(PretrainConfig, args=list(arguments), default=config, prog="bert-jax pretrain RUN.toml")
+    # Every key is given as `--key value`, a boolean too.
+    plain = (tyro.conf.FlagConversionOff,)
+    return tyro.cli(
+        PretrainConfig, args=list(arguments), default=config, prog="bert-jax pretrain RUN.toml", config=plain
+    )
 
 
 def config_of(meta: dict[str, Any]) -> PretrainConfig:

@@ -33,7 +33,8 @@ class StopSignal:
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in STOPPING:
             self._before[number] = signal.signal(number, self._handle)
-        threading.Thread(target=self._watch, name="signals", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
+        self._watcher.start()
         return self
 
     def __exit__(
@@ -42,7 +43,8 @@ class StopSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
-        self._writer.close()  # which ends the thread
+        self._writer.close()  # which ends the thread, once it has read what came
+        self._watcher.join(1)
 
     def __call__(self) -> bool:
         return self._received is not None

@@ -1,0 +1,79 @@
+"""SIGTERM and Ctrl-C, in a process of their own."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from transformer_jax.signals import StopSignal
+
+PROGRAM = """
+import sys, time
+from transformer_jax.signals import StopSignal
+with StopSignal() as stop:
+    print("ready", flush=True)
+    {wait}
+print("saved after", stop.name, flush=True)
+sys.exit(stop.exit_code)
+"""
+POLITE = "while not stop(): time.sleep(0.01)"
+# As a compilation does, this keeps the main thread from running any Python for three seconds.
+DEAF = "import ctypes; ctypes.CDLL(None).usleep(3000000)"
+
+
+def start(wait):
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(wait=wait)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_first_signal_asks_and_the_program_leaves_with_its_code(number, code):
+    process = start(POLITE)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (code, f"saved after {number.name}\n")
+    assert err == f"{number.name}: saving after this step, then leaving; once more leaves at once\n"
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_the_second_signal_leaves_at_once_even_during_a_compilation(second):
+    process = start(DEAF)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert "once more leaves at once" in process.stderr.readline()
+    process.send_signal(second)
+    out, err = process.communicate(timeout=30)
+    assert time.monotonic() - began < 2.5
+    assert process.returncode == 128 + second
+    assert out == "" and "without saving" in err
+
+
+def test_a_signal_during_a_compilation_is_honoured_after_it():
+    process = start(DEAF)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "saved after SIGINT\n")
+
+
+def test_handlers_are_put_back():
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    with StopSignal() as stop:
+        assert not stop() and stop.name == ""
+        assert signal.getsignal(signal.SIGTERM) not in before
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not stop():
+            time.sleep(0.001)
+        assert stop.name == "SIGTERM" and stop.exit_code == 143
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+    for thread in threading.enumerate():
+        if thread.name == "signals":
+            thread.join(5)
+            assert not thread.is_alive()
