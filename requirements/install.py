@@ -59,6 +59,7 @@ def main() -> None:
     if importlib.util.find_spec("ensurepip") is None:
         raise SystemExit(f"Python {version} cannot make virtual environments here; install python{version}-venv.")
 
+    print(f"Making {folder.name} with Python {version}.", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
     python = folder / "bin" / "python"
     total = megabytes(file) + megabytes("build.txt")
@@ -71,7 +72,7 @@ def main() -> None:
                 f"That is the build for CUDA; the one for the CPU is {megabytes('torch-cpu.txt')} MB. To have it, "
                 "stop here, put PyTorch's index of CPU builds in PIP_EXTRA_INDEX_URL and start again."
             )
-    print(f"Downloads about {total} MB, less what pip has stored, for Python {version} into {folder.name}.", flush=True)
+    print(f"Downloads about {total} MB, less what pip has stored from before.", flush=True)
     hashed = ("install", "--quiet", "--no-compile", "--require-hashes")
     pip(python, *hashed, "-r", str(REQUIREMENTS / "build.txt"))
     pip(python, *hashed, "--no-build-isolation", "-r", str(REQUIREMENTS / file))
