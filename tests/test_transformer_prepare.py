@@ -19,8 +19,9 @@ import pytest
 from transformer_jax import chunks, corpora, data_report, prepare, shards
 from transformer_jax.config import UserError
 from transformer_jax.shards import Shards
-from transformer_jax.tokenizer import WordPiece, train_wordpiece
+from transformer_jax.tokenizer import WordPiece
 from transformer_jax.tokenizer_config import WordPieceConfig
+from transformer_jax.vocabulary import train_wordpiece
 
 ROOT = Path(__file__).parents[1]
 

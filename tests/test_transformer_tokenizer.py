@@ -20,10 +20,11 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_jax import tokenizer as tokenizer_module
+from transformer_jax import vocabulary as vocabulary_module
 from transformer_jax.config import ConfigError, UserError
-from transformer_jax.tokenizer import CONTROL_TOKENS, WordPiece, count_words, learn_pieces, train_wordpiece
+from transformer_jax.tokenizer import CONTROL_TOKENS, FILES, WordPiece
 from transformer_jax.tokenizer_config import WordPieceConfig
+from transformer_jax.vocabulary import count_words, learn_pieces, train_wordpiece
 
 REPOSITORY = Path(__file__).parents[1]
 TEXTS = {
@@ -264,7 +265,7 @@ def test_real_text_has_the_ids_of_the_2018_algorithm(which: str, request: pytest
 def test_the_differences_from_the_2018_algorithm_are_the_documented_ones(lowercase: bool) -> None:
     """Every code point within a word: docs/tokenizer.md lists the kinds, and there are no others."""
     config = WordPieceConfig(lowercase=lowercase)
-    counting = tokenizer_module._Counting(config)
+    counting = vocabulary_module._Counting(config)
     private, block, by_version = 0, 0, []
     points = [*range(0xD800), *range(0xE000, 0x30000), *range(0xE0000, 0xE0200), 0xF0000, 0x100000]
     groups = [points[i : i + 32] for i in range(0, len(points), 32)]
@@ -478,7 +479,7 @@ def test_the_files_are_the_same_bytes_and_give_the_same_tokenizer(english: WordP
     english.save(tmp_path / "a")
     again = WordPiece.load(tmp_path / "a")
     again.save(tmp_path / "b")
-    for name in tokenizer_module.FILES:
+    for name in FILES:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert again.digest == english.digest
     assert again.digest != WordPiece(english.vocab, dataclasses.replace(english.config, lowercase=False)).digest
@@ -567,7 +568,7 @@ def test_the_vocabulary_does_not_depend_on_workers_order_or_hash_seed(
     config = WordPieceConfig(vocab_size=3000)
     random.Random(1).shuffle(lines)
     assert train_wordpiece(lines, config).digest == english.digest
-    monkeypatch.setattr(tokenizer_module, "BLOCK_CHARS", 20_000)
+    monkeypatch.setattr(vocabulary_module, "BLOCK_CHARS", 20_000)
     assert train_wordpiece(iter(lines), config, workers=2).digest == english.digest
     script = (
         "from tests.test_transformer_tokenizer import *\n"
@@ -587,8 +588,8 @@ def test_the_vocabulary_does_not_depend_on_workers_order_or_hash_seed(
 @pytest.mark.parametrize("workers", [1, 2])
 def test_counting_forgets_the_rarest_words_in_the_same_way(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     """C035: the table of words is bounded, whatever the corpus."""
-    monkeypatch.setattr(tokenizer_module, "BLOCK_CHARS", 5_000)
-    monkeypatch.setattr(tokenizer_module, "MAX_WORDS", 800)
+    monkeypatch.setattr(vocabulary_module, "BLOCK_CHARS", 5_000)
+    monkeypatch.setattr(vocabulary_module, "MAX_WORDS", 800)
     lines = text("english", 100)
     counts = count_words(lines, WordPieceConfig(), workers=workers)
     assert len(counts) <= 800 and {"the", "of", "and"} <= set(counts)

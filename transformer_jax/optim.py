@@ -51,8 +51,8 @@ def make(config: OptimizerConfig, steps: int) -> Optimizer:
         raise ConfigError(f"optimizer.total_steps is {total_steps}; it must be 0, or at least train.steps {steps}")
     if not 0 <= config.warmup_steps <= total_steps:
         raise ConfigError(
-            f"optimizer.warmup_steps is {config.warmup_steps}; it must lie between 0 and {total_steps}, the steps of the "
-            "schedule"
+            f"optimizer.warmup_steps is {config.warmup_steps}; it must lie between 0 and {total_steps}, the steps "
+            "of the schedule"
         )
     for name in ("beta1", "beta2"):
         if not 0.0 <= getattr(config, name) < 1.0:

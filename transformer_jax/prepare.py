@@ -4,8 +4,8 @@ The corpus is read as a stream and cut into chunks of about `shard_mb` megabytes
 (`chunks.py`). A killed preparation goes on at the first chunk that is not finished, and a second one makes anew only
 the chunks whose text or settings have changed. The bytes do not depend on the number of processes or on kills.
 
-Memory: the reader holds one chunk, and `workers` + 1 more are on their way or being encoded. Each costs less than ten times
-its text, besides what a process needs for itself, whatever the size of the corpus. (A document is never split, so a
+Memory: the reader holds one chunk, and `workers` + 1 more are on their way or being encoded. Each costs less than ten
+times its text, besides what a process needs for itself, whatever the size of the corpus. (A document is never split, so a
 document larger than `shard_mb` counts as a chunk of its own size.)
 """
 
@@ -472,11 +472,11 @@ def _with_recipe(config: WordPieceConfig, recipe: Recipe) -> WordPieceConfig:
 
 
 def _make_tokenizer(texts: Iterator[str], config: WordPieceConfig, workers: int | None) -> WordPiece:
-    from transformer_jax import tokenizer
+    from transformer_jax import tokenizer, vocabulary
 
     if config.vocab_file:
         return tokenizer.WordPiece.from_vocab_file(Path(config.vocab_file), config)
-    return tokenizer.train_wordpiece(texts, config, workers=workers or len(os.sched_getaffinity(0)))
+    return vocabulary.train_wordpiece(texts, config, workers=workers or len(os.sched_getaffinity(0)))
 
 
 def _tokenizer_inputs(config: WordPieceConfig) -> dict[str, Any]:

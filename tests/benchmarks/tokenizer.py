@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 
-from transformer_jax.tokenizer import WordPiece, train_wordpiece
+from transformer_jax.tokenizer import WordPiece
 from transformer_jax.tokenizer_config import WordPieceConfig
+from transformer_jax.vocabulary import train_wordpiece
 
 BUNDLED = sorted((Path(__file__).parents[2] / "data/docs/en").glob("*.txt.gz"))
 
