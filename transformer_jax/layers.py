@@ -87,9 +87,10 @@ _wide_einsum.defvjp(_wide_einsum_forward, _wide_einsum_backward)
 
 @jax.custom_vjp
 def dense_product(x: jax.Array, kernel_IO: jax.Array) -> jax.Array:
-    """x [..., I] @ kernel [I, O], with the kernel's gradient written as the product of the transposes in that order.
+    """x [..., I] @ kernel [I, O].
 
-    Autodiff makes the transposed gradient and turns it round, for which XLA on CPU copies the activations.
+    The kernel's gradient is written so that XLA on CPU, which copies one operand into transposed order for it, copies
+    the narrower one; the copy of the wide one costs as much as the product.
     """
     return jnp.einsum("...i,io->...o", x, kernel_IO)
 
@@ -101,7 +102,12 @@ def _dense_product_forward(x: jax.Array, kernel_IO: jax.Array) -> tuple[jax.Arra
 def _dense_product_backward(operands: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, kernel_IO = operands
     summed = tuple(range(x.ndim - 1))
-    return jnp.einsum("...o,io->...i", g, kernel_IO), jax.lax.dot_general(x, g, ((summed, summed), ((), ())))
+    numbers = ((summed, summed), ((), ()))
+    if x.shape[-1] <= g.shape[-1]:
+        kernel_gradient_IO = jax.lax.dot_general(x, g, numbers)
+    else:
+        kernel_gradient_IO = jax.lax.dot_general(g, x, numbers).T
+    return jnp.einsum("...o,io->...i", g, kernel_IO), kernel_gradient_IO
 
 
 dense_product.defvjp(_dense_product_forward, _dense_product_backward)
