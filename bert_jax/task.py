@@ -29,6 +29,7 @@ class PretrainingTask:
         self.config, self.max_seq_length = config, max_seq_length
         self.model = model.BertForPreTraining(config)
         self.losses: tuple[str, ...] = ("mlm", "nsp") if next_sentence else ("mlm",)
+        self.frozen: tuple[str, ...] = () if next_sentence else ("pooler", "nsp")
 
     def init(self, key: jax.Array) -> Params:
         """Fresh float32 parameters, boxed with their logical axes."""

@@ -427,7 +427,6 @@ def trained(config, params, batch, count, next_sentence, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="weight decay still reaches a head that the run does not train")
 def test_the_pooler_is_kept_by_training_that_does_not_use_it(tmp_path):
     """C079: import, 5 steps of masked LM alone (with weight decay), export."""
     tokenizer = tiny_tokenizer()

@@ -28,6 +28,7 @@ class Toy:
     """Least squares; a row with `poison` infinite has an infinite loss."""
 
     losses = ("fit",)
+    frozen = ()
 
     def init(self, key):
         return {"w": jax.random.normal(key, (7, 3)), "bias": jnp.zeros((3,))}

@@ -5,8 +5,8 @@ The corpus is read as a stream and cut into chunks of about `shard_mb` megabytes
 the chunks whose text or settings have changed. The bytes do not depend on the number of processes or on kills.
 
 Memory: the reader holds one chunk, and `workers` + 1 more are on their way or being encoded. Each costs less than ten
-times its text, besides what a process needs for itself, whatever the size of the corpus. (A document is never split, so a
-document larger than `shard_mb` counts as a chunk of its own size.)
+times its text, besides what a process needs for itself, whatever the size of the corpus. (A document is never split, so
+a document larger than `shard_mb` counts as a chunk of its own size.)
 """
 
 from __future__ import annotations

@@ -34,6 +34,8 @@ class Task(Protocol):
 
     losses: tuple[str, ...]
     """Keys of `counts` and of the sums: the loss is the sum over them of sum / count."""
+    frozen: tuple[str, ...]
+    """Top-level parameters that the loss does not use: they stay as they are, weight decay or not."""
 
     def init(self, key: jax.Array) -> Params:
         """Fresh float32 parameters, boxed with their logical axes."""
@@ -124,6 +126,7 @@ def train_step(
     direction, opt_state = optimizer.update(jax.tree.map(lambda g: g * scale, grads), state.opt_state, state.params)
     rate = optimizer.schedule(state.step)
     params = jax.tree.map(lambda p, d: p - rate.astype(p.dtype) * d, state.params, direction)
+    params |= {name: state.params[name] for name in task.frozen}
 
     def keep(new: Any, old: Any) -> Any:
         return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)

@@ -307,6 +307,8 @@ def _write(
 ) -> None:
     save_file(to_hf(params, config), folder / "model.safetensors", metadata={"format": "pt"})
     _write_json(folder / "config.json", config_to_hf(config, tokenizer))
+    # The library makes a file that only its owner can read; this one is to be read like those beside it.
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")
     for name, text in tokenizer.files(model_max_length=config.max_position_embeddings).items():
         (folder / name).write_bytes(text.encode())
     (folder / "README.md").write_text(model_card(config, tokenizer, card), encoding="utf-8")
