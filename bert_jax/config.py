@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from transformer_jax import config as core
 from transformer_jax.config import (
     CheckpointConfig,
-    ConfigError,
     EncoderConfig,
     MeshConfig,
     OptimizerConfig,

@@ -12,7 +12,8 @@ from bert_jax import data, examples
 from bert_jax.config import PretrainConfig
 from transformer_jax import corpora, data_report
 from transformer_jax.config import ConfigError
-from transformer_jax.prepare import Progress, prepare as prepare_recipe
+from transformer_jax.prepare import Progress
+from transformer_jax.prepare import prepare as prepare_recipe
 
 
 def prepare(config: PretrainConfig, *, workers: int | None = None) -> dict[str, Any]:

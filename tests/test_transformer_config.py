@@ -34,7 +34,10 @@ def test_a_file_states_differences_only():
         ({"train": {"stpes": 1}}, r"r\.toml: unknown key `train\.stpes`; did you mean `train\.steps`\?"),
         ({"trian": {}}, r"unknown key `trian`; did you mean `train`\?"),
         ({"zzz": 1}, r"unknown key `zzz`; valid here: `title`, `train`"),
-        ({"parts": [{"name": "a"}, {"nmae": "b"}]}, r"unknown key `parts\[1\]\.nmae`; did you mean `parts\[1\]\.name`\?"),
+        (
+            {"parts": [{"name": "a"}, {"nmae": "b"}]},
+            r"unknown key `parts\[1\]\.nmae`; did you mean `parts\[1\]\.name`\?",
+        ),
         ({"train": {"steps": "many"}}, r"r\.toml: Expected `int`, got `str` - at `train\.steps`"),
         ({"train": {"steps": 1.5}}, r"Expected `int`, got `float` - at `train\.steps`"),
         ({"train": 3}, r"Expected `object`, got `int` - at `train`"),

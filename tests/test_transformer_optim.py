@@ -84,7 +84,10 @@ def test_weight_decay_leaves_biases_and_norms_alone(name):
 def test_lamb_scales_each_tensor_by_its_own_trust_ratio():
     """Algorithm 2 of arXiv 1904.00962, written out: ratio |w| / |u| with u = Adam's direction + decay."""
     rng = np.random.default_rng(0)
-    w = {"a": {"kernel": rng.normal(size=(3, 2))}, "b": {"kernel": 5 * rng.normal(size=(2, 2)), "bias": rng.normal(size=2)}}
+    w = {
+        "a": {"kernel": rng.normal(size=(3, 2))},
+        "b": {"kernel": 5 * rng.normal(size=(2, 2)), "bias": rng.normal(size=2)},
+    }
     g = jax.tree.map(lambda x: rng.normal(size=x.shape), w)
     params, grads = (jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), t) for t in (w, g))
     optimizer = optim.make(OptimizerConfig(name="lamb", weight_decay=0.01, epsilon=1e-6), 10)
