@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from bert_jax import examples, run_file
-from bert_jax.config import PretrainConfig
+from bert_jax.config import BertConfig, PretrainConfig
 from bert_jax.data import EvaluationData, PretrainingData
 from bert_jax.loading import Loaded, load
 from bert_jax.model import count_parameters
@@ -211,8 +212,8 @@ def _start_from_other(config: PretrainConfig, engine: Engine, shards: Shards, no
         with contextlib.closing(Checkpoints(folder, config.checkpoint)) as other:
             state = TrainState(**other.restore(engine.abstract_state._asdict(), loaded.step).state)
     else:
-        params = jax.tree.map(jax.device_put, loaded.params, engine.shardings.params)
-        state = engine.init()._replace(params=params)
+        params = with_padding(loaded.params, config.model)
+        state = engine.init()._replace(params=jax.tree.map(jax.device_put, params, engine.shardings.params))
     put = jax.device_put
     whole = engine.shardings.step
     state = state._replace(
@@ -231,9 +232,23 @@ def _check_fit(where: str, loaded: Loaded, config: PretrainConfig, shards: Shard
             "set to the vocab.txt of that checkpoint, and its other tokenizer settings"
         )
     changed = core.differences(core.to_builtins(loaded.config), core.to_builtins(config.model), "model.")
+    if config.init.optimizer != "keep":
+        changed.pop("model.vocab_multiple", None)  # the padding is made anew
     fixed = [f"{k}: {a!r} there, {b!r} here" for k, (a, b) in changed.items() if k.startswith(run_file.FIXED)]
     if fixed:
         raise ConfigError(f"{where} does not fit this model:\n  " + "\n  ".join(fixed))
+
+
+def with_padding(params: dict[str, Any], config: BertConfig) -> dict[str, Any]:
+    """Parameters whose vocabulary is padded as `config` says, with the zeros that padding rows are born with."""
+
+    def pad(x: np.ndarray) -> np.ndarray:
+        used = np.asarray(x)[: config.vocab_size]
+        return np.pad(used, [(0, config.padded_vocab_size - config.vocab_size), *[(0, 0)] * (used.ndim - 1)])
+
+    word = {"embedding": pad(params["embeddings"]["word"]["embedding"])}
+    mlm = params["mlm"] | {"bias": pad(params["mlm"]["bias"])}
+    return params | {"embeddings": params["embeddings"] | {"word": word}, "mlm": mlm}
 
 
 def _opening_lines(config: PretrainConfig, engine: Engine, data: PretrainingData) -> list[str]:

@@ -112,6 +112,11 @@ def test_the_config_of_the_run_folder_gives_the_same_run_again(tmp_path, monkeyp
     assert again.model.vocab_size == len(tiny_run.VOCAB) and again.data.recipe == "data/r.toml"
 
 
+def test_defaults_are_written_out_also_by_a_config_that_was_loaded():
+    loaded = core.load(type(tiny_run.MODEL), {"vocab_size": 5}, "x")
+    assert core.to_builtins(loaded) == core.to_builtins(type(tiny_run.MODEL)(vocab_size=5))
+
+
 def stored_and(tmp_path, **changes):
     config = tiny_run.config(tmp_path)
     return core.to_builtins(config), tiny_run.config(tmp_path, **changes)

@@ -98,3 +98,35 @@ class Run:
 
 def mesh(preset: str = "data_parallel", data: int = -1, fsdp: int = 0, tensor: int = 1) -> MeshConfig:
     return MeshConfig(preset=preset, data=data, fsdp=fsdp, tensor=tensor)
+
+
+def cache_programs(folder: Path) -> None:
+    """Keep compiled programs, so that another process, or the same run again, need not compile them."""
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class Flag:
+    """A stop signal that a test raises by hand."""
+
+    name, exit_code = "SIGTERM", 143
+
+    def __init__(self):
+        self.raised = False
+
+    def __call__(self):
+        return self.raised
+
+
+def stop_at(step: int) -> dict:
+    """Arguments for `pretrain` that have it stop after this step, of 2 or more."""
+    stop = Flag()
+
+    def on_step(number, values):
+        # Told of a step when the next one is dispatched.
+        stop.raised = stop.raised or number == step - 1
+
+    return {"stop": stop, "on_step": on_step}

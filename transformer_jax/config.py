@@ -201,7 +201,10 @@ def dump_toml(config: Any) -> str:
 
 def to_builtins(config: Any) -> Any:
     """The dataclass as nested dictionaries and lists, the same as after a way through JSON."""
-    return msgspec.json.decode(msgspec.json.encode(config))
+    # msgspec encodes what an instance holds, and one that it made itself does not hold the fields left at a default.
+    instance = dataclasses.is_dataclass(config) and not isinstance(config, type)
+    plain = dataclasses.asdict(config) if instance else config
+    return msgspec.json.decode(msgspec.json.encode(plain))
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:

@@ -1,0 +1,117 @@
+"""Held-out figures: every example once, on any number of devices, beside baselines that one can recompute."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+from tiny_run import Run
+
+from bert_jax import evaluate as evaluating
+from bert_jax.data import EvaluationData
+from bert_jax.evaluate import Baselines, baselines, evaluate, table
+from bert_jax.pretrain import make_meta
+from transformer_jax.checkpoint import Checkpoints
+from transformer_jax.config import CheckpointConfig, UserError
+from transformer_jax.shards import Shards
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run folder with an untrained model at step 3, made for a batch and a mesh that this machine does not have."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    tiny_run.prepare(folder / "prepared")
+    run = Run(tiny_run.config(folder), jax.devices()[:1])
+    config = tiny_run.config(folder, train_batch_size=10, mesh_fsdp=5, mesh_data=2)
+    config = dataclasses.replace(config, model=run.config.model)
+    meta = make_meta(config, Shards.open(folder / "prepared", "train"))
+    checkpoints = Checkpoints(folder / "run" / "checkpoints", CheckpointConfig())
+    checkpoints.save(3, run.engine.init()._asdict(), {}, meta)
+    checkpoints.close()
+    return folder, run
+
+
+@pytest.fixture(scope="module")
+def scores(saved):
+    return evaluate(str(saved[0] / "run"))
+
+
+def test_every_example_counts_once_on_any_number_of_devices(saved, scores):
+    """C001: in batches of 16 on 8 devices here, and in batches of 8 and 5 rows on one."""
+    folder, run = saved
+    held_out = EvaluationData(Shards.open(folder / "prepared", "heldout"), run.config.examples)
+    assert scores["step"] == 3 and scores["n/nsp"] == scores["n/sequences"] == held_out.num_examples
+    for size in (8, 5):
+        train = dataclasses.replace(run.config.train, eval_batch_size=size)
+        other = Run(dataclasses.replace(run.config, train=train), jax.devices()[:1])
+        alone = other.engine.evaluate(other.engine.init().params, held_out)
+        assert held_out.num_rows % size, "the last batch has filler rows"
+        assert {k: scores[k] for k in alone} == pytest.approx(alone, rel=1e-6)
+
+
+def test_standard_errors_are_those_of_a_share(scores):
+    p, n = scores["nsp_accuracy"], scores["n/nsp"]
+    assert scores["nsp_accuracy_standard_error"] == pytest.approx(math.sqrt(p * (1 - p) / n))
+    assert scores["mlm_loss"] == pytest.approx(math.log(61), rel=0.05), "an untrained model knows nothing"
+
+
+def test_baselines_are_fitted_on_training_and_scored_on_the_same_targets(saved, scores):
+    folder, run = saved
+    held_out = EvaluationData(Shards.open(folder / "prepared", "heldout"), run.config.examples)
+    counts = np.zeros(61)
+    for document in tiny_run.documents(60, 0):
+        for sentence in document:
+            counts += np.bincount(sentence, minlength=61)
+    batch = held_out.batch(0, held_out.num_rows)
+    targets = batch["masked_lm_ids"][batch["masked_lm_weights"] > 0]
+    labels = batch["next_sentence_labels"][batch["next_sentence_weights"] > 0]
+    p = (counts + 1) / (counts.sum() + 61)
+    expected = Baselines(
+        mlm_loss=float(-np.log(p[targets]).mean()),
+        mlm_accuracy=float((targets == counts.argmax()).mean()),
+        nsp_accuracy=float(max(labels.mean(), 1 - labels.mean())),
+    )
+    assert scores["baselines"] == pytest.approx(dataclasses.asdict(expected))
+    assert dataclasses.asdict(baselines(held_out, counts, 3)) == pytest.approx(dataclasses.asdict(expected))
+    assert expected.mlm_loss < math.log(61), "some pieces are commoner"
+
+
+def test_the_table_gives_each_figure_its_count_and_baseline(scores):
+    lines = table(scores).splitlines()
+    assert lines[0] == "held out, step 3, fixed masks and pairs"
+    assert f"{scores['mlm_loss']:.4f}" in lines[2] and f"{scores['n/mlm']:.0f} masked pieces" in lines[2]
+    assert f"standard error {scores['nsp_accuracy_standard_error']:.4f}" in lines[5]
+    only_mlm = {k: v for k, v in scores.items() if not k.startswith("nsp")} | {"n/nsp": 0.0}
+    assert len(table(only_mlm).splitlines()) == 4
+
+
+def test_another_vocabulary_or_no_data_is_refused(saved, tmp_path):
+    run = str(saved[0] / "run")
+    with pytest.raises(UserError, match="no prepared data here"):
+        evaluate(run, prepared=str(tmp_path / "nothing"))
+    tiny_run.prepare(tmp_path / "other", vocab=[*tiny_run.VOCAB[:-1], "other"])
+    with pytest.raises(UserError, match="made with another vocabulary than"):
+        evaluate(run, prepared=str(tmp_path / "other"))
+    tiny_run.write_prepared(tmp_path / "all", tiny_run.tokenizer(), {"train": tiny_run.documents(60, 0), "heldout": []})
+    with pytest.raises(UserError, match="nothing was held out"):
+        evaluate(run, prepared=str(tmp_path / "all"))
+    with pytest.raises(UserError, match="no such folder"):
+        evaluate(str(tmp_path / "nowhere"))
+
+
+def test_the_documents_of_a_recipe_are_all_evaluated(saved, tmp_path, monkeypatch):
+    """Tokenised with the checkpoint's own vocabulary; nothing is written beside the run or the recipe."""
+    rng = np.random.default_rng(0)
+    words = [w for w in tiny_run.VOCAB if w.startswith("w")]
+    text = "\n\n".join("\n".join(" ".join(rng.choice(words, 5)) for _ in range(6)) for _ in range(9))
+    (tmp_path / "new.txt").write_text(text + "\n")
+    (tmp_path / "r.toml").write_text('name = "new"\nheldout = 0.5\n[[sources]]\nfiles = ["new.txt"]\n')
+    seen = []
+    real = evaluating.EvaluationData
+    noted = lambda shards, config: (seen.append(shards.num_documents), real(shards, config))[1]  # noqa: E731
+    monkeypatch.setattr(evaluating, "EvaluationData", noted)
+    found = evaluate(str(saved[0] / "run"), recipe=str(tmp_path / "r.toml"))
+    assert seen == [9] and found["n/nsp"] > 0 and found["baselines"]["mlm_loss"] > 0
+    assert {p.name for p in tmp_path.iterdir()} == {"new.txt", "r.toml"}
