@@ -147,30 +147,27 @@ def test_a_filler_row_has_no_influence_on_loss_and_gradient() -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), gradient_a, gradient_b)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_filler_row_stays_finite_in_half_precision(dtype: Any) -> None:
-    """C027"""
-    step = jax.value_and_grad(functools.partial(loss, config=dataclasses.replace(CONFIG, dtype=dtype)))
+def test_a_filler_row_stays_finite_in_float16() -> None:
+    """C027, in the format with the smallest range."""
+    step = jax.value_and_grad(functools.partial(loss, config=dataclasses.replace(CONFIG, dtype="float16")))
     value, gradient = jax.jit(step, compiler_options=QUICK)(PARAMS, with_filler_row(), jax.random.key(2))
     assert np.isfinite(float(value))
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradient))
 
 
-@pytest.mark.parametrize("tie_dtype", ["float32", "bfloat16"])
-def test_padding_rows_of_the_vocabulary_are_never_predicted_and_get_no_gradient(tie_dtype: Any) -> None:
+def test_padding_rows_of_the_vocabulary_are_never_predicted_and_get_no_gradient() -> None:
     """C008"""
     assert CONFIG.padded_vocab_size == 128
-    config = dataclasses.replace(CONFIG, dtype=tie_dtype)
     params = jax.tree.map(np.array, PARAMS)
     params["embeddings"]["word"]["embedding"][101:] = 100.0
     params["mlm"]["bias"][101:] = 100.0
     batch = padded([16, 12])
     every = {k: v for k, v in batch.items() if k != "masked_lm_positions"}
-    out = run(every, params, config)["mlm_logits_BPV"]
+    out = run(every, params)["mlm_logits_BPV"]
     assert out.shape == (2, 16, 128) and out.dtype == np.float32
     assert out.argmax(-1).max() < 101
     assert (jax.nn.softmax(out, -1)[..., 101:] == 0).all()
-    gradient = jax.jit(jax.grad(functools.partial(loss, config=config)), compiler_options=QUICK)(params, batch, None)
+    gradient = jax.jit(jax.grad(loss), compiler_options=QUICK)(params, batch, None)
     assert not np.asarray(gradient["embeddings"]["word"]["embedding"])[101:].any()
     assert not np.asarray(gradient["mlm"]["bias"])[101:].any()
 

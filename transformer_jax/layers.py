@@ -24,6 +24,9 @@ from transformer_jax.sharding import split_rows, whole_vectors
 
 SAVED_NAMES = ("query", "key", "value", "context", "attention_normed", "intermediate")
 """Tensors of a layer that the remat policy "names" keeps for the backward pass."""
+PRODUCT_NAME = "product"
+"""Name of every dense layer's product, for the remat policy "dots": JAX's own policy of that name does not see into
+products that have their own gradient."""
 
 
 def compute_dtype(config: EncoderConfig) -> jnp.dtype:
@@ -113,10 +116,32 @@ def _dense_product_backward(operands: tuple[jax.Array, jax.Array], g: jax.Array)
 dense_product.defvjp(_dense_product_forward, _dense_product_backward)
 
 
+@jax.custom_vjp
 def gelu(x: jax.Array) -> jax.Array:
-    """x times the normal distribution function, by erf (Hendrycks and Gimpel 2016); the form of the released BERT."""
+    """x times the normal distribution function, by erf (Hendrycks and Gimpel 2016); the form of the released BERT.
+
+    The backward pass works from x alone: autodiff would have the compiler store erf(x) in float32 besides.
+    """
     wide = x.astype(wide_dtype(x.dtype))
-    return (wide * 0.5 * (1.0 + jax.lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
+    return (wide * _normal_cdf(wide)).astype(x.dtype)
+
+
+def _normal_cdf(x: jax.Array) -> jax.Array:
+    return 0.5 + 0.5 * jax.lax.erf(x * math.sqrt(0.5))
+
+
+def _gelu_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return gelu(x), x
+
+
+def _gelu_backward(x: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    # The barrier keeps the compiler from finding the erf of the forward pass again, and storing it.
+    wide = jax.lax.optimization_barrier(x).astype(wide_dtype(x.dtype))
+    density = jnp.exp(-0.5 * wide * wide) * (1.0 / math.sqrt(2.0 * math.pi))
+    return (((_normal_cdf(wide) + wide * density) * g.astype(wide.dtype)).astype(x.dtype),)
+
+
+gelu.defvjp(_gelu_forward, _gelu_backward)
 
 
 def gelu_new(x: jax.Array) -> jax.Array:
@@ -154,7 +179,7 @@ class Dense(nn.Module):
         bias_init = partitioned(nn.initializers.zeros, self.axes[1])
         kernel = self.param("kernel", kernel_init, (x.shape[-1], self.features), wide_dtype(dtype))
         bias = self.param("bias", bias_init, (self.features,), wide_dtype(dtype))
-        y = dense_product(x.astype(dtype), kernel.astype(dtype))
+        y = checkpoint_name(dense_product(x.astype(dtype), kernel.astype(dtype)), PRODUCT_NAME)
         return y + broadcast_last(bias.astype(dtype), y.ndim)
 
 

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from transformer_jax.config import ConfigError, EncoderConfig
 from transformer_jax.dropout import Randomness, dropout
-from transformer_jax.layers import SAVED_NAMES, FeedForward, LayerNorm, SelfAttention, compute_dtype
+from transformer_jax.layers import PRODUCT_NAME, SAVED_NAMES, FeedForward, LayerNorm, SelfAttention, compute_dtype
 from transformer_jax.sharding import split_rows
 
 SITES_PER_LAYER = 3
@@ -21,7 +21,7 @@ SITES_PER_LAYER = 3
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "full": None,
     # Attention's own products, whose results grow with the square of the length, are computed again.
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT_NAME),
     "names": jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES),
 }
 """Settings of `remat` other than "none", with the policy of `jax.checkpoint`."""
