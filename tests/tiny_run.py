@@ -82,11 +82,12 @@ class Run:
         self.engine = pretrain.make_engine(self.config, self.mesh)
         self.data = PretrainingData(shards, self.config.examples, self.config.train.seed)
 
-    def steps(self, count: int):
-        """The metrics of the first steps, and the state after them."""
+    def steps(self, count: int, state=None):
+        """The metrics of the first steps, and the state after them; `state` saves compiling the initialiser."""
         import jax
 
-        state, size = self.engine.init(), self.config.train.batch_size
+        state = self.engine.init() if state is None else jax.device_put(state, self.engine.shardings)
+        size = self.config.train.batch_size
         found = []
         with jax.set_mesh(self.mesh):
             for step in range(count):
