@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,11 +52,11 @@ def resolve(config: PretrainConfig, shards: Shards) -> PretrainConfig:
     return config
 
 
-def open_prepared(config: PretrainConfig, split: str) -> Shards:
+def open_prepared(config: PretrainConfig, split: str, check: Literal["sizes", "digests"] = "sizes") -> Shards:
     """The prepared shards of a run; where there are none, the message says which command makes them."""
     if not (Path(config.data.prepared) / "manifest.json").exists():
         raise UserError(f"{config.data.prepared}: no prepared data here; run `bert-jax prepare RUN.toml` first")
-    return Shards.open(Path(config.data.prepared), split)
+    return Shards.open(Path(config.data.prepared), split, check=check)
 
 
 def make_engine(config: PretrainConfig, mesh: Mesh) -> Engine:
@@ -98,12 +98,13 @@ def pretrain(
       UserError: anything the user can mend, before a long job starts wherever that is possible.
     """
     run_dir = Path(config.run_dir)
-    shards = open_prepared(config, "train")
+    # A long run reads every file once more before it trusts them: a flipped bit in a shard is another data set.
+    shards = open_prepared(config, "train", check="digests")
     config = resolve(config, shards)
     mesh = sharding.make_mesh(config.mesh)
     engine = make_engine(config, mesh)
     data = PretrainingData(shards, config.examples, config.train.seed, Path(config.data.prepared) / "plans")
-    heldout = open_prepared(config, "heldout")
+    heldout = open_prepared(config, "heldout", check="digests")
     evaluation = EvaluationData(heldout, config.examples) if heldout.num_documents else None
 
     with contextlib.closing(Checkpoints(run_dir / "checkpoints", config.checkpoint)) as checkpoints:

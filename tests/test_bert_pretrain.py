@@ -245,3 +245,15 @@ def test_records_are_json(phase_1):
         assert record["split"] in ("train", "heldout") and record["loss"] > 0
         if record["split"] == "train":
             assert 0.5 < record["fill"] <= 1 and record["gradient_norm"] > 0 and record["n/nsp"] > 0
+
+
+def test_a_flipped_bit_in_a_shard_is_found_before_training(tmp_path):
+    """C121: data is held against its digests, not only its sizes, before a run trusts it."""
+    tiny_run.prepare(tmp_path / "prepared")
+    file = next((tmp_path / "prepared").glob("train-*/tokens.npy"))
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"tokens\.npy"):
+        pretrain(tiny_run.config(tmp_path))
+    assert not (tmp_path / "run").exists()
