@@ -27,6 +27,22 @@ def test_accuracy_counts_the_weights_of_right_answers() -> None:
     assert (float(right), float(weight_sum)) == (4.5, 5.5)
 
 
+def test_of_equal_logits_the_first_is_the_answer_and_nan_is_none() -> None:
+    logits_XV = jnp.asarray([[2.0, 2.0, 1.0], [1.0, 2.0, 2.0], [0.0, 0.0, 0.0], [1.0, jnp.nan, 0.0]])
+    for label in range(3):
+        labels_X = jnp.full(4, label)
+        right = [float(losses.weighted_accuracy(logits_XV, labels_X, jnp.eye(4)[i])[0]) for i in range(4)]
+        assert right[:3] == [float(x) for x in (logits_XV[:3].argmax(-1) == label)]
+        assert right[3] == 0
+
+
+def test_gradient_of_the_cross_entropy_is_probability_minus_label() -> None:
+    gradient_BPV = jax.grad(lambda x: losses.weighted_cross_entropy(x, LABELS_BP, WEIGHTS_BP)[0])(LOGITS_BPV)
+    logits = np.asarray(LOGITS_BPV, np.float64)
+    expected = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True) - np.eye(11)[np.asarray(LABELS_BP)]
+    np.testing.assert_allclose(gradient_BPV, expected * np.asarray(WEIGHTS_BP)[..., None], rtol=1e-5, atol=1e-6)
+
+
 def test_nothing_that_counts_gives_zero_loss_and_zero_gradient() -> None:
     """C027"""
     zero = jnp.zeros_like(WEIGHTS_BP)

@@ -89,6 +89,32 @@ _wide_einsum.defvjp(_wide_einsum_forward, _wide_einsum_backward)
 
 
 @jax.custom_vjp
+def table_scores(x_BPH: jax.Array, table_VH: jax.Array) -> jax.Array:
+    """x_BPH in the compute dtype against each row of a float32 table, float32 [B, P, V].
+
+    The table's gradient leaves the product in float32. So it can be added to the gradient of the look-up in the same
+    table before devices sum them: once, and in float32.
+    """
+    return jnp.einsum(
+        "BPH,VH->BPV", x_BPH, table_VH.astype(x_BPH.dtype), preferred_element_type=wide_dtype(x_BPH.dtype)
+    )
+
+
+def _table_scores_forward(x_BPH: jax.Array, table_VH: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return table_scores(x_BPH, table_VH), (x_BPH, table_VH)
+
+
+def _table_scores_backward(operands: tuple[jax.Array, jax.Array], g_BPV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_BPH, table_VH = operands
+    g_BPV = g_BPV.astype(x_BPH.dtype)
+    x_gradient_BPH = jnp.einsum("BPV,VH->BPH", g_BPV, table_VH.astype(x_BPH.dtype))
+    return x_gradient_BPH, jnp.einsum("BPV,BPH->VH", g_BPV, x_BPH, preferred_element_type=table_VH.dtype)
+
+
+table_scores.defvjp(_table_scores_forward, _table_scores_backward)
+
+
+@jax.custom_vjp
 def dense_product(x: jax.Array, kernel_IO: jax.Array) -> jax.Array:
     """x [..., I] @ kernel [I, O].
 
@@ -213,7 +239,7 @@ class Embedding(nn.Module):
 
     def attend(self, x_BPH: jax.Array) -> jax.Array:
         """Scores of x against each row, float32 [B, P, rows]."""
-        return wide_einsum("BPH,VH->BPV", x_BPH, self.embedding.astype(x_BPH.dtype))
+        return table_scores(x_BPH, self.embedding)
 
 
 @jax.custom_vjp
