@@ -387,7 +387,8 @@ def train(
             if pending is not None:
                 finish(*pending)
             pending = (step, metrics)
-            checkpoints.check()
+            if jax.process_count() == 1:  # Several leave together, at the next save.
+                checkpoints.check()
             leaving = leave()
             last_evaluation = None
             saving = leaving or step == config.steps or (save_every > 0 and step % save_every == 0)
