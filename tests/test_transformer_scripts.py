@@ -8,8 +8,9 @@ import pytest
 from transformer_jax import scripts
 from transformer_jax.config import ConfigError, UserError
 from transformer_jax.scripts import UnknownCounter, insert_spaces, pre_splitter, script, script_of_word
-from transformer_jax.tokenizer import CONTROL_TOKENS, WordPiece, train_wordpiece
+from transformer_jax.tokenizer import CONTROL_TOKENS, WordPiece
 from transformer_jax.tokenizer_config import WordPieceConfig
+from transformer_jax.vocabulary import train_wordpiece
 
 THAI = ["ภาษาไทยเป็นภาษาราชการ", "ผมรักภาษาไทยมาก", "สวัสดีครับ"]
 
