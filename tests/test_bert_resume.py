@@ -221,7 +221,7 @@ def test_a_finished_run_can_be_made_longer(straight, tmp_path, capsys):
 # Processes that are killed
 
 DRIVER = f"""
-import hashlib, os, signal, sys, threading
+import hashlib, os, signal, sys, threading, time
 from pathlib import Path
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 folder, programs, moment, number = Path(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4])
@@ -251,6 +251,8 @@ def on_step(step, values):
     print("step", step, flush=True)
     if moment == "step" and step == number:
         kill()
+    if moment == "hosts":
+        time.sleep(0.1)  # so that there are steps left when the signal comes
     if moment == "time":
         threading.Timer(number, kill).start()
 
@@ -265,8 +267,7 @@ if moment == "evaluation":
 if moment == "hosts":
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{{sys.argv[5]}}", 2, int(number))
-else:
-    tiny_run.cache_programs(programs)
+tiny_run.cache_programs(programs)
 changes = {{"train_" + k: int(v) for k, v in (a.split("=") for a in sys.argv[6:])}}
 config = tiny_run.config(folder, data=tiny_run.DataConfig(prepared=str(folder.parent / "prepared")),
                          train_log_every=1, train_eval_every=8, checkpoint_keep_last=1, **changes)
@@ -357,22 +358,29 @@ def free_port():
 @pytest.mark.slow
 def test_two_processes_train_as_one_and_a_signal_to_one_stops_both(killed_runs, cache):
     """C026, C037: dropout on; the second process alone gets the signal, and both leave with the same step saved."""
-    folder, port = killed_runs[0] / "hosts", free_port()
-    processes = [start(folder, cache, "hosts", i, port, "steps=100000") for i in range(2)]
+    folder = killed_runs[0] / "hosts"
+
+    def both():
+        port = free_port()
+        return [start(folder, cache, "hosts", i, port) for i in range(2)]
+
+    processes = both()
     while processes[1].stdout.readline() != "step 3\n":
         pass
     processes[1].send_signal(signal.SIGTERM)
-    results = [finish(p) for p in processes]
-    assert [code for code, _, _ in results] == [143, 143], results
-    assert len(checkpoint.steps(folder / "run")) == 1
-    shutil.rmtree(folder / "run")
+    stopped = [finish(p) for p in processes]
+    assert [code for code, _, _ in stopped] == [143, 143], stopped
+    (step,) = checkpoint.steps(folder / "run")
+    assert 3 < step < 20
+    assert f"a signal to another process: step {step} is saved" in stopped[0][2]
 
-    port = free_port()
-    for code, _, err in [finish(p) for p in [start(folder, cache, "hosts", i, port) for i in range(2)]]:
+    for code, _, err in [finish(p) for p in both()]:
         assert code == 0, err
     alone = read_records(killed_runs[0] / "straight" / "run" / "metrics.jsonl")
     together = read_records(folder / "run" / "metrics.jsonl")
     assert [(r["step"], r["split"]) for r in together] == [(r["step"], r["split"]) for r in alone]
-    for here, there in zip(together[:6], alone[:6], strict=True):
-        assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
+    for here, there in zip(together, alone, strict=True):
+        assert here["loss"] == pytest.approx(there["loss"], rel=1e-4)
         assert here["n/mlm"] == there["n/mlm"]
+    for here, there in zip(together[:4], alone[:4], strict=True):
+        assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
