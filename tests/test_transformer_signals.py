@@ -21,7 +21,7 @@ print("saved after", stop.name, flush=True)
 sys.exit(stop.exit_code)
 """
 POLITE = "while not stop(): time.sleep(0.01)"
-# As a compilation does, this computes without running any Python, and no signal cuts it short: about a second a million.
+# As a compilation does, this runs no Python, and no signal cuts it short; a million rounds take about a second.
 DEAF = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', {millions} * 10**6)"
 
 
