@@ -2,6 +2,8 @@
 
 # Another Python: make demo PYTHON=python3.12
 python = $${PYTHON:-$$(sh requirements/find_python.sh)}
+# A process a core; a file's tests stay together, since they share what they train.
+PYTEST_PROCESSES ?= -n auto --dist loadfile
 PYTEST_ARGS ?=
 locks := $(wildcard requirements/*.txt)
 checked := bert_jax transformer_jax tests requirements .ci
@@ -29,7 +31,7 @@ demo-short: .venv/complete
 		--train.steps 30 --optimizer.warmup_steps 5
 
 test: .venv-dev/complete
-	@.venv-dev/bin/python -m pytest $(PYTEST_ARGS)
+	@.venv-dev/bin/python -m pytest $(PYTEST_PROCESSES) $(PYTEST_ARGS)
 
 lint: .venv-dev/complete
 	.venv-dev/bin/ruff check $(checked)

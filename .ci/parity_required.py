@@ -9,22 +9,23 @@ passed: set[str] = set()
 missing: list[str] = []
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    wanted.update(item.nodeid for item in items if item.get_closest_marker("torch"))
-
-
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.skipped:
         missing.append(f"{report.nodeid} (the whole file)")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    # Markers are among a report's keywords. With several test processes, reports are all that this one sees.
+    if "torch" in report.keywords:
+        wanted.add(report.nodeid)
     if report.when == "call" and report.passed:
         passed.add(report.nodeid)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):  # a test process, which sees only its share
+        return
     missing.extend(sorted(wanted - passed))
     if not wanted:
         missing.append("all of them: no test carries the marker `torch`")
