@@ -252,7 +252,7 @@ def compile_step(options: argparse.Namespace, devices: list[Any], layers: int) -
     began = time.process_time()
     with standard_error() as said, jax.set_mesh(mesh):
         # The lowest effort schedules badly, but partitions the program in the same way.
-        effort = {"exec_time_optimization_effort": -1.0} if options.quick else None
+        effort: Any = {"exec_time_optimization_effort": -1.0} if options.quick else None
         compiled = engine.train_step.lower(engine.abstract_state, batch, key).compile(compiler_options=effort)
     seconds = time.process_time() - began
     text = compiled.as_text() or ""
