@@ -7,6 +7,7 @@ from typing import Literal
 
 from transformer_jax.config import (
     CheckpointConfig,
+    ConfigError,
     EncoderConfig,
     MeshConfig,
     OptimizerConfig,
@@ -25,6 +26,13 @@ class BertConfig(EncoderConfig):
     """The embedding table is padded to a multiple of this; padding rows are never predicted or exported."""
     max_position_embeddings: int = 512
     type_vocab_size: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = {"vocab_size": 0, "vocab_multiple": 1, "max_position_embeddings": 1, "type_vocab_size": 1}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {value}")
 
     @property
     def padded_vocab_size(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ data, not by these settings.)"""
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> PretrainConfig:
     """Read a run file: preset, then the file's differences, then `--key value` overrides.
 
+    `--preset` takes the place of the file's preset, so the file's own differences count for it too.
+
     `data.recipe` and `tokenizer.vocab_file` are taken from the folder of the run file; what commands make (`run_dir`,
     `data.prepared`, and the run that `init.from` names) from the current folder.
 
@@ -37,9 +40,12 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> PretrainConfig:
     init = data.get("init")
     if isinstance(init, dict) and "from" in init:  # `from` cannot be the name of a field
         data["init"] = {("checkpoint" if k == "from" else k): v for k, v in init.items()}
-    preset = data.get("preset", PretrainConfig.preset)
+    chosen, overrides = _preset_of(overrides)
+    where = str(path) if chosen is None else "--preset"
+    preset = data.get("preset", PretrainConfig.preset) if chosen is None else chosen
     if not isinstance(preset, str) or preset not in PRESETS:
-        raise ConfigError(f"{path}: unknown preset {preset!r}{core.nearest(str(preset), PRESETS)}")
+        raise ConfigError(f"{where}: unknown preset {preset!r}{core.nearest(str(preset), PRESETS)}")
+    data["preset"] = preset
     base = PretrainConfig(preset=preset, model=PRESETS[preset], run_dir=str(Path("runs") / path.stem))
     config = core.load(PretrainConfig, data, str(path), base)
     if not config.data.prepared:
@@ -49,7 +55,19 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> PretrainConfig:
         data=dataclasses.replace(config.data, recipe=_beside(path, config.data.recipe)),
         tokenizer=dataclasses.replace(config.tokenizer, vocab_file=_beside(path, config.tokenizer.vocab_file)),
     )
-    return override(config, overrides) if overrides else config
+    config = override(config, overrides) if overrides else config
+    for name, value in (("run_dir", config.run_dir), ("data.prepared", config.data.prepared)):
+        if not value:
+            raise ConfigError(f"{name} is empty; name a folder, or leave {name} out")
+    return config
+
+
+def _preset_of(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of `--preset`, if it is given, and all other arguments."""
+    parser = argparse.ArgumentParser(prog="bert-jax pretrain RUN.toml", add_help=False, allow_abbrev=False)
+    parser.add_argument("--preset")
+    found, others = parser.parse_known_args(list(overrides))
+    return found.preset, others
 
 
 def override(config: PretrainConfig, arguments: Sequence[str]) -> PretrainConfig:

@@ -47,6 +47,11 @@ def test_a_run_file_states_differences_from_its_preset(write):
         ("[train]\nsteps = 0\n", r"train\.steps is 0; it must be at least 1"),
         ("[model]\nhidden_size = 100\nnum_attention_heads = 3\n", "hidden_size 100 does not divide"),
         ("[train\n", "not valid TOML"),
+        ("[model]\nnum_attention_heads = 0\n", r"small\.toml: num_attention_heads is 0; it must be at least 1"),
+        ("[model]\nvocab_multiple = 0\n", "vocab_multiple is 0; it must be at least 1"),
+        ("[model]\ntype_vocab_size = 0\n", "type_vocab_size is 0; it must be at least 1"),
+        ("[tokenizer]\nmax_input_chars_per_word = 0\n", r"tokenizer\.max_input_chars_per_word is 0"),
+        ("[tokenizer]\nunused_tokens = -5\n", r"tokenizer\.unused_tokens is -5; it must be at least 0"),
     ],
 )
 def test_a_mistake_names_the_file_the_key_and_what_is_allowed(write, text, message):
@@ -79,6 +84,23 @@ def test_the_command_line_has_the_last_word(write):
     config = load_run(path, ["--train.steps", "9", "--mesh.preset", "fsdp", "--examples.pack", "False"])
     assert (config.train.steps, config.train.batch_size) == (9, 16)
     assert config.mesh.preset == "fsdp" and config.examples.pack is False
+
+
+def test_a_preset_on_the_command_line_is_the_model_and_not_just_its_name(write):
+    path = write('preset = "bert-tiny"\n[model]\nhidden_dropout_prob = 0.0\n')
+    for arguments in (["--preset", "bert-small"], ["--train.seed", "3", "--preset=bert-small", "--train.steps", "9"]):
+        config = load_run(path, arguments)
+        assert config.preset == "bert-small"
+        assert config.model == dataclasses.replace(PRESETS["bert-small"], hidden_dropout_prob=0.0)
+    assert (config.train.seed, config.train.steps) == (3, 9)
+    with pytest.raises(ConfigError, match="--preset: unknown preset 'bert-smal'; did you mean `bert-small`"):
+        load_run(path, ["--preset", "bert-smal"])
+
+
+@pytest.mark.parametrize("name", ["run_dir", "data.prepared"])
+def test_a_folder_without_a_name_is_not_the_current_one(write, name):
+    with pytest.raises(ConfigError, match=f"{name} is empty; name a folder"):
+        load_run(write(""), [f"--{name}", ""])
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,11 @@ def test_a_schedule_can_be_longer_than_its_phase():
         optim.make(OptimizerConfig(total_steps=5), 6)
 
 
+def test_a_learning_rate_without_end_is_refused():
+    with pytest.raises(ConfigError, match=r"learning_rate is inf; it must be a number above 0"):
+        optim.make(OptimizerConfig(learning_rate=float("inf")), 10)
+
+
 def test_a_warm_up_longer_than_the_run_is_refused():
     with pytest.raises(ConfigError, match="warmup_steps is 11; it must lie between 0 and 10"):
         optim.make(OptimizerConfig(warmup_steps=11), 10)

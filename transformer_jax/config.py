@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import re
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
@@ -55,17 +57,21 @@ class EncoderConfig:
     """hash is a counter hash, free of cost; both give the same masks on any mesh and for any accumulation."""
 
     def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 f"hidden_size {self.hidden_size} does not divide into num_attention_heads {self.num_attention_heads}; "
                 "make hidden_size a multiple of the number of heads"
             )
-        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1")
+        if not 0.0 < self.layer_norm_eps < math.inf:
+            raise ConfigError(f"layer_norm_eps is {self.layer_norm_eps}; it must be a number above 0")
+        if not 0.0 <= self.initializer_range < math.inf:
+            raise ConfigError(f"initializer_range is {self.initializer_range}; it must be a number of at least 0")
 
     @property
     def head_dim(self) -> int:
@@ -88,6 +94,10 @@ class MeshConfig:
     slices: int = 1
     """TPU slices joined over the data-centre network; the data axis spans them."""
 
+    def __post_init__(self) -> None:
+        if self.slices < 1:
+            raise ConfigError(f"mesh.slices is {self.slices}; it must be at least 1")
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
@@ -108,6 +118,11 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     clip_norm: float = 1.0
     """Global norm to which gradients are clipped; 0 switches clipping off."""
+
+    def __post_init__(self) -> None:
+        for name in ("weight_decay", "clip_norm", "power"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"optimizer.{name} is {getattr(self, name)}; it must be a number of at least 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +149,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("log_every", 1), ("eval_every", 0), ("eval_batch_size", 0),
-                            ("max_nonfinite_steps", 1), ("prefetch", 0)):  # fmt: skip
+                            ("max_nonfinite_steps", 1), ("prefetch", 0), ("seed", 0)):  # fmt: skip
             if getattr(self, name) < least:
                 raise ConfigError(f"train.{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.seed >= 1 << 32:
+            raise ConfigError(f"train.seed is {self.seed}; it must be below 2^32, which is {1 << 32}")
         if self.batch_size < 1 or self.accumulate < 1 or self.batch_size % self.accumulate:
             raise ConfigError(
                 f"train.batch_size {self.batch_size} does not divide into train.accumulate {self.accumulate} parts"
@@ -148,7 +165,7 @@ class CheckpointConfig:
     """When to save and what to keep."""
 
     every: int = 1000
-    """Steps between checkpoints; the last step is always saved."""
+    """Steps between checkpoints; the last step is always saved, and with 0 no other."""
     keep_last: int = 2
     keep_every: int = 0
     """Also keep each step that is a multiple of this; 0 keeps none for that."""
@@ -177,13 +194,13 @@ def load(cls: type[T], data: Mapping[str, Any], where: str, base: T | None = Non
         if isinstance(cause, ConfigError):
             raise ConfigError(f"{where}: {cause}") from None
         text = str(e).replace("`$.", "`").replace("`$`", "the file")
-        raise ConfigError(f"{where}: {text}") from None
+        raise ConfigError(f"{where}: {text}{_choices(cls, str(e))}") from None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """A TOML file as nested dictionaries; a missing or broken file is a ConfigError that names it."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with U+FEFF
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], 1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
@@ -239,6 +256,17 @@ def _inner_dataclass(hint: Any) -> Any:
         if dataclasses.is_dataclass(candidate):
             return candidate
     return None
+
+
+def _choices(cls: Any, message: str) -> str:
+    """The end of a message about a value that is none of a few: the nearest of them, or all."""
+    found = re.fullmatch(r"Invalid enum value '?(.*?)'? - at `\$(.*)`", message, re.DOTALL)
+    if found is None:
+        return ""
+    hint = cls
+    for key in re.findall(r"\.(\w+)", found[2]):
+        hint = _fields(_inner_dataclass(hint))[key]
+    return nearest(found[1], typing.get_args(hint))
 
 
 def _refuse_unknown(cls: Any, data: Mapping[str, Any], where: str, prefix: str) -> None:

@@ -14,6 +14,7 @@ moments stay as they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -58,8 +59,8 @@ def make(config: OptimizerConfig, steps: int) -> Optimizer:
         if not 0.0 <= getattr(config, name) < 1.0:
             raise ConfigError(f"optimizer.{name} is {getattr(config, name)}; it must be at least 0 and below 1")
     for name in ("learning_rate", "epsilon"):
-        if not getattr(config, name) > 0.0:
-            raise ConfigError(f"optimizer.{name} is {getattr(config, name)}; it must be above 0")
+        if not 0.0 < getattr(config, name) < math.inf:
+            raise ConfigError(f"optimizer.{name} is {getattr(config, name)}; it must be a number above 0")
     adam = scale_by_adam(config.beta1, config.beta2, config.epsilon, corrected=config.name != "bert_adam")
     parts = [adam, optax.add_decayed_weights(config.weight_decay, mask=decay_mask)]
     if config.name == "lamb":

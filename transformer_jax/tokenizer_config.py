@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from transformer_jax.config import ConfigError
+
 
 @dataclasses.dataclass(frozen=True)
 class WordPieceConfig:
@@ -29,3 +31,9 @@ class WordPieceConfig:
     pre_splitter: str = ""
     """Puts spaces into text before anything else, for writing without spaces: "characters" or "jieba". A recipe's
     `pre_splitter` is written here by `prepare`, and from here into the export."""
+
+    def __post_init__(self) -> None:
+        least = {"min_frequency": 1, "limit_alphabet": 0, "unused_tokens": 0, "max_input_chars_per_word": 1}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ConfigError(f"tokenizer.{name} is {getattr(self, name)}; it must be at least {value}")
