@@ -374,6 +374,8 @@ def test_keep_policy(last, every, best, stay):
 def test_a_policy_that_keeps_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="keep_last is 0"):
         Checkpoints(tmp_path, CheckpointConfig(keep_last=0))
+    with pytest.raises(ConfigError, match="every is -1; it must be 0 or more"):
+        Checkpoints(tmp_path, CheckpointConfig(every=-1))
 
 
 def test_the_best_step_is_kept_over_a_restart_and_metrics_may_come_later(tmp_path):
@@ -564,6 +566,22 @@ def test_a_full_disk_is_one_clear_error_and_the_earlier_step_stays(tmp_path, mon
     assert checkpoints.save(2, make_state(2), {"row": 2}, META)
     checkpoints.close()
     assert ck.verify(tmp_path) == [(2, [])]
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_waits_for_it(tmp_path):
+    """C072: Orbax's threads would wait twenty minutes for their folder, and keep the process that long."""
+    (tmp_path / "checkpoints").write_text("in the way")
+    checkpoints = Checkpoints(tmp_path / "checkpoints", KEEP_ALL)
+    with pytest.raises(CheckpointError, match=r"checkpoints: no checkpoint can be saved here: .*Not a directory"):
+        checkpoints.try_to_write()
+    before = threading.active_count()
+    with pytest.raises(CheckpointError, match="saving step 1 failed"):
+        checkpoints.save(1, make_state(1), {}, META)
+    checkpoints.close()
+    assert threading.active_count() <= before
+    (tmp_path / "checkpoints").unlink()
+    checkpoints.try_to_write()
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_an_earlier_failure_is_raised_by_the_next_save_which_may_be_repeated(tmp_path, monkeypatch):

@@ -95,7 +95,7 @@ class Checkpoints:
     def __init__(self, folder: Path, config: CheckpointConfig):
         if config.keep_last < 1:
             raise ConfigError(f"checkpoint.keep_last is {config.keep_last}; it must be at least 1")
-        for name in ("keep_every", "keep_best"):
+        for name in ("every", "keep_every", "keep_best"):
             if getattr(config, name) < 0:
                 raise ConfigError(f"checkpoint.{name} is {getattr(config, name)}; it must be 0 or more")
         self.folder = Path(folder).absolute()
@@ -152,6 +152,25 @@ class Checkpoints:
         self._own.add(step)
         self._pending.append(self._worker.submit(self._complete, step, metric))
         return True
+
+    def try_to_write(self) -> None:
+        """Find out before a long job whether a step can be saved; the folder is made.
+
+        Raises:
+          CheckpointError: the folder cannot be made or written.
+        """
+        try:
+            if jax.process_index() == 0:
+                self._probe()
+        except OSError as e:
+            raise CheckpointError(f"{self.folder}: no checkpoint can be saved here: {_first_line(e)}") from e
+
+    def _probe(self) -> None:
+        probe = self.folder / f".0{_DELETING}"  # which is swept up if this is cut off
+        if probe.is_dir():
+            shutil.rmtree(probe)
+        probe.mkdir(parents=True)
+        probe.rmdir()
 
     def set_metric(self, step: int, metric: float) -> None:
         """Note the evaluation loss of a step saved before; returns at once. A step that is not complete is ignored."""
@@ -277,6 +296,8 @@ class Checkpoints:
             if path.exists():
                 _log.info("replacing %s", path)
                 _delete(path)
+            # Where Orbax cannot make its first folder, its threads wait twenty minutes for it, whatever is raised.
+            self._probe()
         self._swept = True
         if self._manager is not None and step in self._manager.all_steps():
             self._close_manager()  # It remembers the steps it has seen; a new one looks again.
