@@ -21,7 +21,7 @@ from bert_jax.data import EvaluationData, PretrainingData
 from bert_jax.loading import Loaded, load
 from bert_jax.model import count_parameters
 from bert_jax.task import PretrainingTask
-from transformer_jax import checkpoint, optim, sharding
+from transformer_jax import checkpoint, lock, optim, sharding
 from transformer_jax import config as core
 from transformer_jax.checkpoint import Checkpoints, NoCheckpointError
 from transformer_jax.config import ConfigError, UserError
@@ -107,10 +107,15 @@ def pretrain(
     heldout = open_prepared(config, "heldout", check="digests")
     evaluation = EvaluationData(heldout, config.examples) if heldout.num_documents else None
 
-    with contextlib.closing(Checkpoints(run_dir / "checkpoints", config.checkpoint)) as checkpoints:
+    with contextlib.ExitStack() as stack:
+        if jax.process_index() == 0:
+            busy = f"another process is training in {run_dir}; wait for it or stop it, or name another run_dir"
+            stack.enter_context(lock.locked(run_dir, busy))
+        checkpoints = stack.enter_context(contextlib.closing(Checkpoints(run_dir / "checkpoints", config.checkpoint)))
         start = starting_point(config, engine, data, checkpoints, shards, force)
         first_step = int(jax.device_get(start.state.step))
         _write_run_files(run_dir, config, shards)
+        checkpoints.try_to_write()
         with Reporter(run_dir, config.train.steps, config.train.log_every, first_step) as reporter:
             for line in (*start.notes, *_opening_lines(config, engine, data)):
                 reporter.line(line)
@@ -164,6 +169,11 @@ def starting_point(
     try:
         # The settings are compared first: a model of another size is better named than its arrays' shapes.
         stored = checkpoint.read_meta(checkpoints.folder)[2] if checkpoint.steps(checkpoints.folder) else None
+        if stored and "imported_from" in stored:
+            raise ConfigError(
+                f"{config.run_dir} holds an imported model and no training to go on with; name another run_dir, with "
+                f'[init] from = "{config.run_dir}", optimizer = "reset" and schedule = "restart"'
+            )
         changes = run_file.check_resume(stored["config"], config, force) if stored else []
         restored = checkpoints.restore(engine.abstract_state._asdict())
     except NoCheckpointError as e:
@@ -201,6 +211,8 @@ def _start_from_other(config: PretrainConfig, engine: Engine, shards: Shards, no
         raise ConfigError(f"{where} is a run, so say both optimizer (keep or reset) and schedule (continue or restart)")
     if loaded.step is None and (init.optimizer == "keep" or init.schedule == "continue"):
         raise ConfigError(f"{where} is a Hugging Face folder: it has no optimizer to keep and no schedule to continue")
+    if init.optimizer == "keep" and "imported_from" in loaded.meta:
+        raise ConfigError(f'{where} is an imported model: it has no optimizer to keep, so say optimizer = "reset"')
     _check_fit(where, loaded, config, shards)
     step = loaded.step if loaded.step is not None and init.schedule == "continue" else 0
     if step >= config.train.steps:

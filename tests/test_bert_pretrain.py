@@ -16,6 +16,7 @@ from bert_jax.run_page import write_run_page
 from transformer_jax import checkpoint, sharding
 from transformer_jax import config as core
 from transformer_jax.config import CheckpointConfig, ConfigError, UserError
+from transformer_jax.lock import locked
 from transformer_jax.report import read_records
 from transformer_jax.shards import write_prepared
 
@@ -205,6 +206,26 @@ def test_a_start_from_a_hugging_face_folder(phase_1, tmp_path):
     for wrong in ({"optimizer": "keep"}, {"schedule": "continue"}):
         with pytest.raises(ConfigError, match="is a Hugging Face folder: it has no optimizer to keep"):
             start(phase_2(phase_1, tmp_path, checkpoint=str(tmp_path / "hf"), **wrong))
+
+
+def test_an_imported_run_has_no_training_to_go_on_with(phase_1, tmp_path):
+    """It is where another run starts from; its optimizer cannot be kept."""
+    huggingface.export_checkpoint(phase_1[0] / "run", tmp_path / "hf")
+    run = str(huggingface.import_folder(tmp_path / "hf", tmp_path / "imported"))
+    with pytest.raises(ConfigError, match=r"holds an imported model .* with \[init\] from = "):
+        pretrain(dataclasses.replace(phase_1[1], run_dir=run), force=True)
+    with pytest.raises(ConfigError, match=r'has no optimizer to keep, so say optimizer = "reset"'):
+        start(phase_2(phase_1, tmp_path, checkpoint=run, optimizer="keep", schedule="restart"))
+    begun, _ = start(phase_2(phase_1, tmp_path, checkpoint=run, optimizer="reset", schedule="restart"))
+    assert_same(begun.state.params["encoder"], phase_1[2].state.params["encoder"])
+
+
+def test_a_run_folder_takes_one_training_at_a_time(phase_1, tmp_path):
+    config = dataclasses.replace(phase_1[1], run_dir=str(tmp_path / "run"))
+    with locked(tmp_path / "run", "busy"), pytest.raises(UserError, match=r"another process is training in .*run;"):
+        pretrain(config)
+    assert not (tmp_path / "run").exists()
+    assert not (phase_1[0] / "run" / ".lock").exists()
 
 
 def test_missing_data_names_the_command_that_makes_it(tmp_path):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformer_jax import data_report, shards
+from transformer_jax import data_report, lock, shards
 from transformer_jax.config import UserError
 
 CHUNKS = "chunks"
@@ -22,39 +20,20 @@ SPLITS = ("train", "heldout")
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Keep a second preparation out of the folder; the lock goes with the process, however it ends."""
+    """Keep a second preparation out of the folder, and every preparation out of a folder of other files."""
     with disk_errors(out):
-        new = not out.exists()
-        out.mkdir(parents=True, exist_ok=True)
-        if not new and not (out / shards.MANIFEST).exists() and not (out / CHUNKS).exists():
-            strangers = sorted(p.name for p in out.iterdir() if p.name not in (".lock", shards.CACHES))
+        if out.is_dir() and not (out / shards.MANIFEST).exists() and not (out / CHUNKS).exists():
+            strangers = sorted(p.name for p in out.iterdir() if p.name not in (lock.NAME, shards.CACHES))
             if strangers:
                 raise UserError(
                     f"{out} holds files that `prepare` did not make ({', '.join(strangers[:3])}); name a new folder"
                 )
-        lock = (out / ".lock").open("w")
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another `prepare` is at work in {out}; wait for it, or name another folder") from None
-        except OSError:
-            pass  # a file system without locks
-        if not _is_file_of(lock.fileno(), out / ".lock"):  # whoever had it has just taken it away
-            raise UserError(f"another `prepare` was at work in {out}; start again")
-        try:
-            yield
-        finally:
-            (out / ".lock").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                out.rmdir()  # only when nothing is left in it
-
-
-def _is_file_of(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+    with contextlib.ExitStack() as stack:
+        with disk_errors(out):
+            stack.enter_context(
+                lock.locked(out, f"another `prepare` is at work in {out}; wait for it, or name another folder")
+            )
+        yield
 
 
 @contextlib.contextmanager
