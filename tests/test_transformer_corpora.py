@@ -143,6 +143,9 @@ def test_a_missing_file_is_named_with_the_nearest_one(tmp_path: Path) -> None:
         source(tmp_path, 'files = ["*.gz"]')
     with pytest.raises(ConfigError, match="named twice"):
         source(tmp_path, 'files = ["corpus.txt", "*.txt"]')
+    (tmp_path / "books").mkdir()
+    with pytest.raises(ConfigError, match=r"books is a folder; name the files in it, as in books/\*\.txt"):
+        source(tmp_path, 'files = ["books"]')
     found = source(tmp_path, 'files = ["corpus.txt"]')
     (tmp_path / "corpus.txt").unlink()
     with pytest.raises(UserError, match=r"corpus\.txt: no such file"):
@@ -258,6 +261,7 @@ def test_jsonl_records_are_documents(tmp_path: Path) -> None:
     ("data", "message"),
     [
         (b'{"text": "a"}\n{"text": "b"', "line 2 is not valid JSON"),
+        (b'{"text": "a"}\n{"text": ' + b"[" * 50000 + b"]" * 50000 + b"}", "line 2 is not valid JSON"),
         (b'["a"]\n', "line 1 is not a JSON object"),
         (b'{"txt": "a"}\n', r"line 1 has no key 'text'; did you mean `txt`"),
         (b'{"text": 3}\n', "line 1: 'text' is neither a text nor a list of texts"),

@@ -412,6 +412,69 @@ def test_an_error_of_the_input_passes_and_work_is_kept(tmp_path, encoded):
     assert done >= 1 and min(encoded) == done
 
 
+@pytest.fixture
+def finished(tmp_path):
+    """A recipe of 40 documents, and a function that prepares it with other settings."""
+    text = "\n\n".join("\n".join(d.sentences) for d in corpus(40))
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "r.toml").write_text('heldout = 0.2\n[[sources]]\nfiles = ["a.txt"]\n')
+
+    def again(tokenizer=None, workers=1, **settings):
+        tokenizer = WordPieceConfig(**{"vocab_size": 120, **(tokenizer or {})})
+        recipe = corpora.load_recipe(tmp_path / "r.toml")
+        return prepare.prepare(recipe, tokenizer, tmp_path / "p", workers=workers, **settings)
+
+    again()
+    return again
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tokenizer": {"vocab_size": 6}}, "vocab_size 6 is too small"),
+        ({"tokenizer": {"unused_tokens": 200}}, "205 control, unused and keep tokens leave no room"),
+        ({"tokenizer": {"pre_splitter": "foo"}}, "pre_splitter .*foo.* is not known"),
+        ({"tokenizer": {"keep_tokens": ("[MASK]",)}}, r"\[MASK\]"),
+        ({"tokenizer": {"vocab_file": "{0}/five.txt"}}, r"five\.txt has control and unused tokens only"),
+        ({"tokenizer": {"vocab_file": "{0}/four.txt"}}, r"the vocabulary has no \[MASK\]"),
+        ({"tokenizer": {"vocab_file": "{0}/none.txt"}}, "cannot be read"),
+        ({"max_unknown_rate": -0.1}, "max_unknown_rate is -0.1; it must be between 0 and 1"),
+        ({"shard_mb": float("nan")}, "shard_mb is nan; it must be a number above 0"),
+        ({"workers": 0}, "workers is 0; it must be at least 1"),
+    ],
+)
+def test_a_mistake_in_the_settings_leaves_what_was_prepared(tmp_path, finished, settings, message):
+    (tmp_path / "five.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n")
+    (tmp_path / "four.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\na\n")
+    before = contents(tmp_path / "p")
+    if name := settings.get("tokenizer", {}).get("vocab_file"):
+        settings = {"tokenizer": {"vocab_file": name.format(tmp_path)}}
+    with pytest.raises(UserError, match=message):
+        finished(**settings)
+    assert contents(tmp_path / "p") == before
+
+
+def test_a_digest_that_is_wrong_leaves_what_was_prepared(tmp_path, finished):
+    before = contents(tmp_path / "p")
+    with (tmp_path / "r.toml").open("a") as f:
+        f.write('[sources.sha256]\n"a.txt" = "00"\n')
+    with pytest.raises(UserError, match=r"SHA-256 .* is not the recipe's 00"):
+        finished()
+    assert contents(tmp_path / "p") == before
+
+
+@pytest.mark.parametrize(("added", "settings"), [(b"\n\n\xff\n", {}), (b"\n", {"min_documents": 100})])
+def test_what_is_found_later_says_how_to_have_the_earlier_data_again(tmp_path, finished, added, settings, encoded):
+    """Finished shards are not thrown away: they serve again."""
+    before, old, made = contents(tmp_path / "p"), (tmp_path / "a.txt").read_bytes(), len(encoded)
+    (tmp_path / "a.txt").write_bytes(old + added)
+    with pytest.raises(UserError, match=r"what was prepared before in .* is not whole now: mend what is wrong, or"):
+        finished(**settings)
+    (tmp_path / "a.txt").write_bytes(old)
+    finished()
+    assert contents(tmp_path / "p") == before and len(encoded) == made
+
+
 def test_a_folder_of_other_files_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match=r"holds files that `prepare` did not make \(thesis.txt\)"):
@@ -472,11 +535,13 @@ def test_a_task_adds_a_section_to_the_report_and_only_it_is_made_anew(tmp_path, 
 
 
 def test_what_readers_keep_beside_the_shards_is_no_obstacle(tmp_path):
-    (tmp_path / "plans").mkdir()
-    run(tmp_path, corpus())
+    (tmp_path / "p" / "plans").mkdir(parents=True)
     with pytest.raises(UserError, match="the corpus is empty"):
-        run(tmp_path, [], made_from={"documents": 0})
-    assert not tmp_path.exists()
+        run(tmp_path / "p", [], made_from={"documents": 0})
+    assert not (tmp_path / "p").exists()
+    (tmp_path / "p" / "plans").mkdir(parents=True)
+    run(tmp_path / "p", corpus())
+    assert (tmp_path / "p" / "manifest.json").exists()
 
 
 def test_the_report_says_what_is_in_the_shards(tmp_path):

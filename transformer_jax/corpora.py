@@ -152,6 +152,16 @@ def documents(recipe: Recipe) -> Iterator[Document]:
         raise UserError(f"the corpus is empty: no document in {', '.join(str(i.path) for i in inputs)}")
 
 
+def check(recipe: Recipe) -> None:
+    """Compare every file with the size and digest that the recipe gives.
+
+    Raises:
+      UserError: an input that is not what they say.
+    """
+    for item in _inputs(recipe):
+        _check(item)
+
+
 def source_names(recipe: Recipe) -> list[str]:
     """The names of the input files, in the order that `Document.source` counts."""
     return [item.name for item in _inputs(recipe)]
@@ -194,6 +204,8 @@ def _absolute(source: Source, folder: Path) -> Source:
         wanted = folder / Path(pattern).expanduser()
         if wanted.is_file():
             found = [wanted]
+        elif wanted.is_dir():
+            raise ConfigError(f"{wanted} is a folder; name the files in it, as in {Path(pattern) / '*.txt'}")
         elif glob.has_magic(pattern):
             start = Path(wanted.anchor)
             found = sorted(p for p in start.glob(str(wanted.relative_to(start))) if p.is_file())
@@ -428,7 +440,7 @@ def _read_jsonl(item: _Input) -> Iterator[tuple[int, list[str]]]:
             continue
         try:
             record = msgspec.json.decode(line)
-        except msgspec.DecodeError as e:
+        except (msgspec.DecodeError, RecursionError) as e:  # the latter for brackets in brackets, very deep
             raise UserError(f"{item.path}: line {number} is not valid JSON: {e}") from None
         if not isinstance(record, dict):
             raise UserError(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -36,7 +37,7 @@ from transformer_jax.chunks import (
     is_heldout,
     text_of,
 )
-from transformer_jax.config import UserError, differences
+from transformer_jax.config import ConfigError, UserError, differences
 from transformer_jax.prepared_folder import CHUNKS, SPLITS, disk_errors, locked, made_shards, read_json, remove_made
 from transformer_jax.scripts import UnknownCounter, message_above
 from transformer_jax.shards import Shards
@@ -115,6 +116,11 @@ def prepare(
     say = say or (lambda message: None)
     share = recipe.heldout if heldout is None else heldout
     tokenizer_config = _with_recipe(tokenizer_config, recipe)
+    # What can be known to be wrong before an earlier preparation is touched.
+    if not 0.0 <= max_unknown_rate <= 1.0:
+        raise ConfigError(f"data.max_unknown_rate is {max_unknown_rate}; it must be between 0 and 1")
+    corpora.check(recipe)
+    _check_tokenizer(tokenizer_config)
     made_from = {
         "version": VERSION,
         "recipe": _by_name(corpora.describe(recipe)),
@@ -174,8 +180,10 @@ def prepare_documents(
     """
     if not 0.0 <= heldout < 1.0:
         raise UserError(f"heldout is {heldout}; it is a share of the documents, at least 0 and below 1")
-    if shard_mb <= 0:
-        raise UserError(f"data.shard_mb is {shard_mb}; it must be above 0")
+    if not 0.0 < shard_mb < math.inf:
+        raise UserError(f"data.shard_mb is {shard_mb}; it must be a number above 0")
+    if workers is not None and workers < 1:
+        raise UserError(f"workers is {workers}; it must be at least 1, or left out for one a core")
     made_from = json.loads(json.dumps(made_from))
     with locked(out):
         finished = _manifest_or_none(out)
@@ -203,13 +211,15 @@ def prepare_documents(
                 tokenizer = run.vocabulary(documents, make_tokenizer, made_from)
                 settings = run.settings(tokenizer, word_sources)
                 done = run.encode(documents, settings, workers, max_unknown_rate)
-            except _GiveUpError as e:
-                remove_made(out)
-                raise UserError(str(e)) from None
-            except UserError:
-                if not (out / CHUNKS / "vocabulary.json").exists():
+            except (_GiveUpError, UserError) as e:
+                if finished is not None:  # what has not been written over serves again
+                    raise UserError(
+                        f"{e}\nwhat was prepared before in {out} is not whole now: mend what is wrong, or go back to "
+                        "the old text and settings, and run `prepare` again"
+                    ) from None
+                if isinstance(e, _GiveUpError) or not (out / CHUNKS / "vocabulary.json").exists():
                     remove_made(out)  # nothing worth keeping has been made
-                raise
+                raise UserError(str(e)) from None
             manifest = run.finish(tokenizer, source_names, done, made_from, name)
             report = _report(out, manifest, describe, described_with, say, up_to_date=False)
             shards.write_manifest(out, manifest)
@@ -469,6 +479,23 @@ def _by_name(description: Mapping[str, Any]) -> dict[str, Any]:
 def _with_recipe(config: WordPieceConfig, recipe: Recipe) -> WordPieceConfig:
     """The tokenizer's settings with the recipe's pre-splitter."""
     return dataclasses.replace(config, pre_splitter=recipe.pre_splitter) if recipe.pre_splitter else config
+
+
+def _check_tokenizer(config: WordPieceConfig) -> None:
+    """Refuse a vocabulary or settings that cannot be used, before any text is read."""
+    from transformer_jax.tokenizer import CONTROL_TOKENS, WordPiece
+
+    if config.vocab_file:
+        _tokenizer_inputs(config)  # which says why a file cannot be read
+        if not len(WordPiece.from_vocab_file(Path(config.vocab_file), config).ordinary_ids):
+            raise UserError(f"tokenizer.vocab_file {config.vocab_file} has control and unused tokens only")
+        return
+    WordPiece(CONTROL_TOKENS, config)
+    fixed = len(CONTROL_TOKENS) + config.unused_tokens + len(config.keep_tokens)
+    if config.vocab_size < fixed + 2:
+        raise UserError(
+            f"vocab_size {config.vocab_size} is too small: {fixed} control, unused and keep tokens leave no room"
+        )
 
 
 def _make_tokenizer(texts: Iterator[str], config: WordPieceConfig, workers: int | None) -> WordPiece:
