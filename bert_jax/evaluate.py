@@ -65,16 +65,21 @@ def evaluate(checkpoint_name: str, recipe: str | None = None, prepared: str | No
 
     Returns:
       checkpoint, step, loss, mlm_loss, mlm_accuracy, the same for nsp where the run has it, standard errors of the
-      accuracies (NAME_standard_error), counts n/..., and `baselines`.
+      accuracies (NAME_standard_error), counts n/..., `text` (what was evaluated), and `baselines`.
 
     Raises:
       UserError: no checkpoint, no prepared data, another vocabulary, or nothing held out.
     """
+    if (Path(checkpoint_name) / "config.json").is_file():
+        raise UserError(f"{checkpoint_name} is a Hugging Face folder; make a run of it first, with `bert-jax import`")
     step, params, _, meta = checkpoint.read_params(checkpoint_name)
     config = config_of(meta)
     if prepared:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, prepared=prepared))
     where = config.data.prepared
+    if not (Path(where) / "manifest.json").exists():
+        missing = f"{where}: no prepared data here" if where else f"{checkpoint_name} names no prepared data"
+        raise UserError(f"{missing}, and the baselines come from it; say where it lies with --prepared DIR")
     training = open_prepared(config, "train")
     if training.tokenizer.digest != meta["tokenizer_digest"]:
         raise UserError(f"{where}: made with another vocabulary than {checkpoint_name}")
@@ -99,7 +104,9 @@ def evaluate(checkpoint_name: str, recipe: str | None = None, prepared: str | No
     for name in engine.task.losses:
         rate, count = scores[f"{name}_accuracy"], max(scores[f"n/{name}"], 1.0)
         errors[f"{name}_accuracy_standard_error"] = math.sqrt(max(rate * (1 - rate), 0.0) / count)
-    return {"checkpoint": checkpoint_name, "step": step} | scores | errors | {"baselines": dataclasses.asdict(base)}
+    text = "held out" if recipe is None else f"all of {recipe}"
+    facts = {"checkpoint": checkpoint_name, "step": step, "text": text}
+    return facts | scores | errors | {"baselines": dataclasses.asdict(base)}
 
 
 def _tokenised(recipe: str, tokenizer: WordPiece, folder: Path) -> Shards:
@@ -117,7 +124,7 @@ def table(scores: dict[str, Any]) -> str:
     """The figures for people, each with its count and its baseline."""
     base = scores["baselines"]
     rows = [
-        f"held out, step {scores['step']}, fixed masks and pairs",
+        f"{scores['text']}, step {scores['step']}, fixed masks and pairs",
         f"{'':22}{'model':>9}  {'baseline':>9}  n",
         f"{'MLM cross-entropy':22}{scores['mlm_loss']:9.4f}  {base['mlm_loss']:9.4f}  {scores['n/mlm']:.0f}"
         " masked pieces  (baseline: unigram of the training part; nats)",

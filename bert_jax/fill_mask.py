@@ -50,6 +50,8 @@ def fill_mask(loaded: Loaded, texts: Sequence[str], top_k: int = 5) -> list[list
         raise UserError("this model came without a masked-LM head, so what it offered would be random")
     rows = []
     for index, text in enumerate(texts):
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise UserError(f"text {index} is not Unicode: it holds half of a surrogate pair: {text[:80]!r}")
         ids = [tokenizer.cls_id, *tokenizer.encode_query(text)[0], tokenizer.sep_id]
         if len(ids) > limit:
             raise UserError(

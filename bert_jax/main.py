@@ -21,6 +21,10 @@ CHECKPOINT = "a run folder (its newest step that verifies), RUN@STEP, or a Huggi
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 2 a mistake the user can mend, 128 + N stopped by signal N."""
+    for argument in sys.argv[1:] if arguments is None else arguments:
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            print(f"error: {argument!r} on the command line is not UTF-8; write it in UTF-8", file=sys.stderr)
+            return 2
     args, rest = _parser().parse_known_args(arguments)
     if rest and not getattr(args, "takes_overrides", False):
         _parser().error(f"unrecognised arguments: {' '.join(rest)}")
@@ -38,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as e:
         if e.filename is None and e.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise  # not about a file of the user's
-        print(f"error: {e.filename or 'writing'}: {e.strerror}", file=sys.stderr)
+        print(f"error: {e.filename or 'a file could not be written'}: {e.strerror}", file=sys.stderr)
         return 2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bert_jax.config import PretrainConfig
 from transformer_jax import config as core
 from transformer_jax.config import UserError
 from transformer_jax.page import write_page
@@ -22,8 +23,8 @@ def write_run_page(run_dir: Path) -> Path:
         if last is not None:
             tables[f"{title}, step {last['step']}"] = {k: v for k, v in last.items() if k not in ("step", "split")}
     texts = {}
-    prepared = core.read_toml(run_dir / "config.toml")["data"]["prepared"]
-    data_report = Path(prepared) / "report.txt"
+    settings = core.load(PretrainConfig, core.read_toml(run_dir / "config.toml"), str(run_dir / "config.toml"))
+    data_report = Path(settings.data.prepared) / "report.txt"
     if data_report.exists():
         texts["Data"] = data_report.read_text(encoding="utf-8")
     texts["Settings"] = (run_dir / "config.toml").read_text(encoding="utf-8")

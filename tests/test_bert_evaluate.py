@@ -12,6 +12,7 @@ from tiny_run import Run
 from bert_jax import evaluate as evaluating
 from bert_jax.data import EvaluationData
 from bert_jax.evaluate import Baselines, baselines, evaluate, table
+from bert_jax.interop import huggingface
 from bert_jax.pretrain import make_meta
 from transformer_jax.checkpoint import Checkpoints
 from transformer_jax.config import CheckpointConfig, UserError
@@ -89,8 +90,14 @@ def test_the_table_gives_each_figure_its_count_and_baseline(scores):
 
 def test_another_vocabulary_or_no_data_is_refused(saved, tmp_path):
     run = str(saved[0] / "run")
-    with pytest.raises(UserError, match="no prepared data here"):
+    with pytest.raises(UserError, match=r"no prepared data here, .* say where it lies with --prepared"):
         evaluate(run, prepared=str(tmp_path / "nothing"))
+    huggingface.export_checkpoint(run, tmp_path / "hf")
+    with pytest.raises(UserError, match="is a Hugging Face folder; make a run of it first, with `bert-jax import`"):
+        evaluate(str(tmp_path / "hf"))
+    huggingface.import_folder(tmp_path / "hf", tmp_path / "imported")
+    with pytest.raises(UserError, match=r"imported names no prepared data, .* say where it lies with --prepared"):
+        evaluate(str(tmp_path / "imported"))
     tiny_run.prepare(tmp_path / "other", vocab=[*tiny_run.VOCAB[:-1], "other"])
     with pytest.raises(UserError, match="made with another vocabulary than"):
         evaluate(run, prepared=str(tmp_path / "other"))
@@ -113,5 +120,6 @@ def test_the_documents_of_a_recipe_are_all_evaluated(saved, tmp_path, monkeypatc
     noted = lambda shards, config: (seen.append(shards.num_documents), real(shards, config))[1]  # noqa: E731
     monkeypatch.setattr(evaluating, "EvaluationData", noted)
     found = evaluate(str(saved[0] / "run"), recipe=str(tmp_path / "r.toml"))
+    assert table(found).startswith(f"all of {tmp_path / 'r.toml'}, step 3")  # which need not be held out
     assert seen == [9] and found["n/nsp"] > 0 and found["baselines"]["mlm_loss"] > 0
     assert {p.name for p in tmp_path.iterdir()} == {"new.txt", "r.toml"}

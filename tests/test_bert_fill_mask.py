@@ -90,6 +90,8 @@ def test_what_cannot_be_answered_is_refused(loaded):
     for top_k in (0, loaded.config.vocab_size + 1):
         with pytest.raises(UserError, match=f"top_k is {top_k}"):
             fill_mask(loaded, ["hello [MASK]"], top_k)
+    with pytest.raises(UserError, match=r"text 0 is not Unicode: .*surrogate"):
+        fill_mask(loaded, ["[MASK] \udcff"])
     with pytest.raises(UserError, match="list of texts"):
         fill_mask(loaded, "hello [MASK]")
     with pytest.raises(UserError, match="without a masked-LM head"):

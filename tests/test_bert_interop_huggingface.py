@@ -296,8 +296,16 @@ def test_broken_and_missing_files_are_named(tmp_path, tokenizer):
     (out / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     with pytest.raises(UserError, match=r"model.safetensors: cannot be read as safetensors"):
         huggingface.read_folder(out)
+    (out / "model.safetensors").unlink()
+    for named in ("{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": "../a.safetensors"}}'):
+        (out / "model.safetensors.index.json").write_text(named)
+        with pytest.raises(UserError, match=r"index.json: has no weight_map from .* to files beside it"):
+            huggingface.read_folder(out)
     (out / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config.json: cannot be read as JSON"):
+        huggingface.read_folder(out)
+    (out / "config.json").unlink()
+    with pytest.raises(UserError, match=r"config.json: no such file"):
         huggingface.read_folder(out)
 
 

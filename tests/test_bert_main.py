@@ -170,6 +170,7 @@ def test_verify_names_each_step_and_what_is_wrong(work, bert, tmp_path):
         (("report", "nowhere"), "nowhere: not a run folder"),
         (("verify", "nowhere"), "nowhere: no such folder"),
         (("verify", "nowhere", "--fast"), "unrecognised arguments: --fast"),
+        (("fill-mask", "run", "[MASK] \udcff"), "'[MASK] \\udcff' on the command line is not UTF-8"),
         (("pertrain",), "invalid choice: 'pertrain'"),
         ((), "COMMAND"),
     ],

@@ -73,6 +73,13 @@ def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 4]
 
 
+def test_what_is_no_record_is_left_out(tmp_path):
+    report(tmp_path, 0, 8)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'\xff\x00 5\n"x"\n[]\n{"loss": 1}\n{"step": "x", "split": "train"}\n' + path.read_bytes())
+    assert [r["step"] for r in read_records(path)] == [1, 4, 8]
+
+
 def test_recorded_evaluations_are_known_when_a_run_goes_on(tmp_path):
     report(tmp_path, 0, 9, held_out=(4, 8))
     with Reporter(tmp_path, 10, 4, 4) as reporter:

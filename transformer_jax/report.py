@@ -175,12 +175,14 @@ class Reporter:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line cut off by a kill is left out."""
+    """The records of a metrics.jsonl; a last line cut off by a kill, or what else is no record, is left out."""
     records = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                records.append(json.loads(line))
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                if isinstance(record, dict) and isinstance(record.get("step"), int) and "split" in record:
+                    records.append(record)
     return records
 
 
@@ -202,6 +204,7 @@ def quiet_libraries() -> None:
     """Keep libraries' informational messages out of the user's terminal; warnings and errors stay."""
     for name in ("jax", "absl", "orbax", "tensorboardX"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # of each number that is not finite
 
 
 def _shown(record: dict[str, Any]) -> list[str]:

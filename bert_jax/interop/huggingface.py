@@ -411,7 +411,7 @@ def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
     if single.exists():
         files = [single]
     elif index.exists():
-        files = [folder / name for name in sorted(set(_read_json(index)["weight_map"].values()))]
+        files = [folder / name for name in _named_files(index)]
     else:
         others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".h5", ".msgpack", ".index", ".pt"))
         if any(name.endswith((".bin", ".pt")) for name in others):
@@ -431,9 +431,18 @@ def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
+def _named_files(index: Path) -> list[str]:
+    names = _read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
+        raise UserError(f"{index}: has no weight_map from the names of tensors to files beside it")
+    return sorted(set(names.values()))
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; it is part of every Hugging Face folder") from None
     except (OSError, ValueError) as e:
         raise UserError(f"{path}: cannot be read as JSON: {e}") from None
     if not isinstance(data, dict):
