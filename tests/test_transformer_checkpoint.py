@@ -1,6 +1,7 @@
 """Checkpoints: what is complete, what is found damaged, what is kept, and what a kill or a full disk leaves."""
 
 import errno
+import logging
 import os
 import resource
 import shutil
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -566,6 +568,26 @@ def test_a_full_disk_is_one_clear_error_and_the_earlier_step_stays(tmp_path, mon
     assert checkpoints.save(2, make_state(2), {"row": 2}, META)
     checkpoints.close()
     assert ck.verify(tmp_path) == [(2, [])]
+
+
+def test_what_else_orbax_says_of_a_failed_save_is_not_heard(tmp_path, caplog):
+    """C072: one message for a full disk, not a traceback for each array."""
+    checkpoints = Checkpoints(tmp_path, KEEP_ALL)
+    checkpoints.save(1, make_state(1), {}, META)
+    checkpoints.close()
+    heard = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.unraisablehook, "previous", heard.append)
+        for text in ("Event loop is closed", "another"):
+            sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(text)))
+    assert [str(event.exc_value) for event in heard] == ["another"]
+    loop = logging.getLogger("asyncio")
+    for where in ("/lib/orbax/checkpoint/serialization.py:9", "/run/5.orbax-checkpoint-tmp/state", "/lib/mine.py:9"):
+        try:
+            raise ValueError("no space")
+        except ValueError:
+            loop.exception("Task exception was never retrieved\nfuture: <Task at %s>", where)
+    assert ["mine.py" in record.getMessage() for record in caplog.records if record.name == "asyncio"] == [True]
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_anything_waits_for_it(tmp_path):

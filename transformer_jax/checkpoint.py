@@ -32,6 +32,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -139,6 +140,7 @@ class Checkpoints:
         items = {"data": _json_copy(data), "meta": _json_copy(meta)}
         try:
             self._make_way(step)
+            _drop_late_calls()  # and on, for writes go on after this returns
             if self._manager is None:
                 options = ocp.CheckpointManagerOptions(save_root_metadata=False, lightweight_initialize=True)
                 self._manager = ocp.CheckpointManager(self.folder, options=options)
@@ -694,8 +696,8 @@ def _read_json(path: Path, item: str) -> dict[str, Any]:
 # Orbax's ways
 
 
-class _WithoutLateReads:
-    """An unraisable hook that drops what the remaining reads say when they end after one of them has failed."""
+class _WithoutLateCalls:
+    """An unraisable hook that drops what other reads or writes say when they end after one of them has failed."""
 
     def __init__(self, previous: Callable[[Any], Any]):
         self.previous = previous
@@ -705,12 +707,17 @@ class _WithoutLateReads:
             self.previous(event)
 
 
+def _drop_late_calls() -> None:
+    if not isinstance(sys.unraisablehook, _WithoutLateCalls):
+        sys.unraisablehook = _WithoutLateCalls(sys.unraisablehook)
+        warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host", RuntimeWarning)
+
+
 @contextlib.contextmanager
 def _explained(path: Path) -> Iterator[None]:
     """Turn what Orbax and TensorStore raise while reading into one message."""
     before = sys.unraisablehook
-    if not isinstance(before, _WithoutLateReads):
-        sys.unraisablehook = _WithoutLateReads(before)
+    _drop_late_calls()
     try:
         yield
     except CheckpointError:
@@ -741,4 +748,12 @@ class _WithoutOrbax(logging.Filter):
         return not from_orbax or (record.levelno >= logging.ERROR and not record.exc_info)
 
 
+class _WithoutItsTasks(logging.Filter):
+    """The same for asyncio, which logs each further write of Orbax that failed beside the one that is raised."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and "orbax" in record.getMessage())  # its code, or its temporary folder
+
+
 logging.getLogger("absl").addFilter(_WithoutOrbax())
+logging.getLogger("asyncio").addFilter(_WithoutItsTasks())
