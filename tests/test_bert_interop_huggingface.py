@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tiny_bert import random_params, random_tensors, tiny_config, tiny_tokenizer
 
@@ -260,12 +261,16 @@ def test_a_failed_overwrite_keeps_the_earlier_export(tmp_path, tokenizer, monkey
         huggingface.export(params, config, tokenizer, out, overwrite=True)
     params["mlm"]["bias"][0] = 1
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
+    # As the library says it when it writes the weights, and as Python does.
+    for name, error in (("save_file", SafetensorError), ("_verify", OSError)):
 
-    monkeypatch.setattr(huggingface, "_verify", full)
-    with pytest.raises(UserError, match="No space left on device"):
-        huggingface.export(params, config, tokenizer, out, overwrite=True)
+        def full(*_, error=error, **__):
+            raise error("No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(huggingface, name, full)
+            with pytest.raises(UserError, match="out cannot be written: No space left on device"):
+                huggingface.export(params, config, tokenizer, out, overwrite=True)
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 

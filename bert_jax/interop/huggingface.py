@@ -397,7 +397,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
             if old.exists():
                 old.rename(target)
             raise
-    except OSError as e:
+    except (OSError, SafetensorError) as e:  # a full disk is one of either
         raise UserError(f"{target} cannot be written: {e}") from e
     finally:
         shutil.rmtree(made, ignore_errors=True)
