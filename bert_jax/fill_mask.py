@@ -68,6 +68,8 @@ def fill_mask(loaded: Loaded, texts: Sequence[str], top_k: int = 5) -> list[list
 def _fill(loaded: Loaded, params: Any, ids: list[int], top_k: int, entries: int) -> list[list[Fill]]:
     batch, masks = _row(ids, loaded.tokenizer.mask_id, loaded.config.max_position_embeddings)
     logits_PV = np.asarray(_mlm_logits(loaded.model, params, batch))[0, :masks, :entries].astype(np.float64)
+    if not np.isfinite(logits_PV).all():
+        raise UserError("what the model gives is not finite: its training has diverged; take an earlier step, RUN@STEP")
     shifted_PV = logits_PV - logits_PV.max(axis=-1, keepdims=True)
     probabilities_PV = np.exp(shifted_PV) / np.exp(shifted_PV).sum(axis=-1, keepdims=True)
     # Stable, so that equal probabilities come in the order of the vocabulary.

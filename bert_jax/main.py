@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,7 +102,7 @@ def _prepare(args: argparse.Namespace, rest: list[str]) -> int:
     from bert_jax.run_file import load_run
 
     report = prepare(load_run(args.run, rest), workers=args.workers)
-    print(json.dumps(report) if args.json else report_text(report))
+    print(_json(report) if args.json else report_text(report))
     return 0
 
 
@@ -122,7 +123,7 @@ def _pretrain(args: argparse.Namespace, rest: list[str]) -> int:
     if result.interrupted:
         return stop.exit_code
     if args.json and result.evaluation is not None:
-        print(json.dumps(result.evaluation))
+        print(_json(result.evaluation))
     print(f"page: {write_run_page(Path(config.run_dir))}", file=sys.stderr)
     return 0
 
@@ -131,7 +132,7 @@ def _evaluate(args: argparse.Namespace, rest: list[str]) -> int:
     from bert_jax.evaluate import evaluate, table
 
     scores = evaluate(args.checkpoint, args.data, args.prepared)
-    print(json.dumps(scores) if args.json else table(scores))
+    print(_json(scores) if args.json else table(scores))
     return 0
 
 
@@ -141,7 +142,7 @@ def _fill_mask(args: argparse.Namespace, rest: list[str]) -> int:
 
     found = fill_mask(load(args.checkpoint), args.text, args.top_k)
     if args.json:
-        print(json.dumps(found, ensure_ascii=False))
+        print(_json(found))
         return 0
     for text, masks in zip(args.text, found, strict=True):
         print(text)
@@ -181,6 +182,19 @@ def _verify(args: argparse.Namespace, rest: list[str]) -> int:
     if not found:
         raise UserError(f"{args.run}: no checkpoint here")
     return 1 if any(problems for _, problems in found) else 0
+
+
+def _json(value: Any) -> str:
+    """One line that every reader of JSON takes: a number that is not finite is null."""
+
+    def strict(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {k: strict(v) for k, v in x.items()}
+        if isinstance(x, list | tuple):
+            return [strict(v) for v in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    return json.dumps(strict(value), ensure_ascii=False, allow_nan=False)
 
 
 if __name__ == "__main__":

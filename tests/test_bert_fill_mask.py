@@ -96,4 +96,8 @@ def test_what_cannot_be_answered_is_refused(loaded):
         fill_mask(loaded, "hello [MASK]")
     with pytest.raises(UserError, match="without a masked-LM head"):
         fill_mask(dataclasses.replace(loaded, drawn=("mlm",)), ["hello [MASK]"])
+    norm = {k: np.full_like(v, np.nan) for k, v in loaded.params["mlm"]["norm"].items()}
+    diverged = dataclasses.replace(loaded, params=loaded.params | {"mlm": loaded.params["mlm"] | {"norm": norm}})
+    with pytest.raises(UserError, match="its training has diverged"):
+        fill_mask(diverged, ["hello [MASK]"])
     assert fill_mask(loaded, []) == []

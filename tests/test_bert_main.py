@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -125,6 +126,14 @@ def test_fill_mask_answers_for_each_mask(work, bert):
     code, out, _ = bert("fill-mask", work / "run", text, "--top-k", "2", "--json")
     (found,) = json.loads(out)
     assert [len(m) for m in found] == [2, 2]
+
+
+def test_json_has_no_word_for_what_is_not_finite(work, bert, monkeypatch):
+    monkeypatch.setattr(
+        "bert_jax.evaluate.evaluate", lambda *_: {"loss": math.nan, "baselines": {"a": [math.inf, 1.5]}}
+    )
+    code, out, _ = bert("evaluate", work / "run", "--json")
+    assert code == 0 and json.loads(out, parse_constant=pytest.fail) == {"loss": None, "baselines": {"a": [None, 1.5]}}
 
 
 def test_export_then_import_gives_a_run_with_the_same_figures(work, bert, tmp_path):
