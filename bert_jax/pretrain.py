@@ -21,10 +21,11 @@ from bert_jax.data import EvaluationData, PretrainingData
 from bert_jax.loading import Loaded, load
 from bert_jax.model import count_parameters
 from bert_jax.task import PretrainingTask
-from transformer_jax import checkpoint, lock, optim, sharding
+from transformer_jax import checkpoint, corpora, lock, optim, sharding
 from transformer_jax import config as core
 from transformer_jax.checkpoint import Checkpoints, NoCheckpointError
 from transformer_jax.config import ConfigError, UserError
+from transformer_jax.prepare import asked_otherwise
 from transformer_jax.report import Reporter
 from transformer_jax.shards import Shards
 from transformer_jax.signals import StopSignal
@@ -57,6 +58,28 @@ def open_prepared(config: PretrainConfig, split: str, check: Literal["sizes", "d
     if not (Path(config.data.prepared) / "manifest.json").exists():
         raise UserError(f"{config.data.prepared}: no prepared data here; run `bert-jax prepare RUN.toml` first")
     return Shards.open(Path(config.data.prepared), split, check=check)
+
+
+def check_prepared(config: PretrainConfig, shards: Shards, force: bool = False) -> list[str]:
+    """Compare what the run file says of text and vocabulary with what the prepared data was made with.
+
+    Returns:
+      A line for each difference, if forced.
+
+    Raises:
+      ConfigError: there are differences: the run would silently be another than its file says.
+    """
+    recipe = None
+    if config.data.recipe:
+        with contextlib.suppress(UserError):  # recipe and text need not be where training is
+            recipe = corpora.load_recipe(config.data.recipe)
+    lines = asked_otherwise(shards.manifest, config.tokenizer, recipe)
+    if lines and not force:
+        raise ConfigError(
+            f"{config.data.prepared}: not prepared as this run says:\n  " + "\n  ".join(lines)
+            + "\nrun `bert-jax prepare` again, use the old values, or --force to train on what is there"
+        )  # fmt: skip
+    return lines
 
 
 def make_engine(config: PretrainConfig, mesh: Mesh) -> Engine:
@@ -101,6 +124,7 @@ def pretrain(
     # A long run reads every file once more before it trusts them: a flipped bit in a shard is another data set.
     shards = open_prepared(config, "train", check="digests")
     config = resolve(config, shards)
+    otherwise = check_prepared(config, shards, force)
     mesh = sharding.make_mesh(config.mesh)
     engine = make_engine(config, mesh)
     data = PretrainingData(shards, config.examples, config.train.seed, Path(config.data.prepared) / "plans")
@@ -117,7 +141,8 @@ def pretrain(
         _write_run_files(run_dir, config, shards)
         checkpoints.try_to_write()
         with Reporter(run_dir, config.train.steps, config.train.log_every, first_step) as reporter:
-            for line in (*start.notes, *_opening_lines(config, engine, data)):
+            warnings = [f"warning: not prepared as this run says: {line}" for line in otherwise]
+            for line in (*warnings, *start.notes, *_opening_lines(config, engine, data)):
                 reporter.line(line)
             if first_step >= config.train.steps:
                 reporter.line(f"step {first_step} of {config.train.steps} is done: nothing to train")

@@ -239,6 +239,16 @@ def test_prepare_then_pretrain_from_text(bert, tmp_path, monkeypatch):
     code, out, err = bert("prepare", "launch/a.toml", "--workers", "1", "--json")
     assert code == 0, err
     assert json.loads(out)
+    # What was changed after preparation does not pass in silence.
+    code, _, err = bert("pretrain", "launch/a.toml", "--tokenizer.lowercase", "False")
+    assert code == 2 and "tokenizer.lowercase: true in the prepared data, false now" in err and "--force" in err
+    recipe = (tmp_path / "data" / "r.toml").read_text()
+    (tmp_path / "data" / "r.toml").write_text(recipe.replace("0.3", "0.2") + 'sentences = "split"\n')
+    code, _, err = bert("pretrain", "launch/a.toml")
+    assert code == 2 and "recipe.heldout: 0.3 in the prepared data, 0.2 now" in err
+    assert 'recipe.inputs.text.txt.sentences: "lines" in the prepared data, "split" now' in err
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "data" / "r.toml").write_text(recipe)
     code, out, err = bert("pretrain", "launch/a.toml", "--train.log_every", "1")
     assert (code, out) == (0, "") and "page: runs/a/report.html" in err
     assert bert("evaluate", "runs/a")[0] == 0

@@ -454,6 +454,34 @@ def test_a_mistake_in_the_settings_leaves_what_was_prepared(tmp_path, finished, 
     assert contents(tmp_path / "p") == before
 
 
+def test_a_finished_folder_says_what_is_asked_otherwise(tmp_path, finished):
+    """Without reading any text: it may have gone, and so may a vocabulary file."""
+    manifest = shards.read_manifest(tmp_path / "p")
+    asked, config = prepare.asked_otherwise, WordPieceConfig(vocab_size=120)
+    recipe = corpora.load_recipe(tmp_path / "r.toml")
+    (tmp_path / "a.txt").write_text("")
+    assert asked(manifest, config, recipe) == asked(manifest, config) == asked({"made_from": {}}, config) == []
+    assert asked(manifest, WordPieceConfig(vocab_size=9), recipe) == [
+        "tokenizer.vocab_size: 120 in the prepared data, 9 now"
+    ]
+    (line,) = asked(manifest, dataclasses.replace(config, vocab_file="v.txt"))
+    assert line == 'tokenizer.vocab_file: "" in the prepared data, "another" now'
+    spaced = dataclasses.replace(recipe, pre_splitter="characters", heldout=0.5)
+    assert [line.split(":")[0] for line in asked(manifest, config, spaced)] == [
+        "recipe.heldout", "recipe.pre_splitter", "tokenizer.pre_splitter"
+    ]  # fmt: skip
+    vocab = tmp_path / "v.txt"
+    vocab.write_bytes((tmp_path / "p" / "tokenizer" / "vocab.txt").read_bytes())
+    (tmp_path / "a.txt").write_text("\n\n".join("\n".join(d.sentences) for d in corpus(40)))
+    finished({"vocab_file": str(vocab)})
+    manifest, own = shards.read_manifest(tmp_path / "p"), dataclasses.replace(config, vocab_file=str(vocab))
+    assert asked(manifest, own, recipe) == []
+    vocab.write_text(vocab.read_text() + "zz\n")
+    assert [line.split(":")[0] for line in asked(manifest, own)] == ["tokenizer.vocab_file"]
+    vocab.unlink()
+    assert asked(manifest, own) == []
+
+
 def test_a_digest_that_is_wrong_leaves_what_was_prepared(tmp_path, finished):
     before = contents(tmp_path / "p")
     with (tmp_path / "r.toml").open("a") as f:

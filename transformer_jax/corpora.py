@@ -172,10 +172,10 @@ def word_sources(recipe: Recipe) -> list[bool]:
     return [item.source.words == "spaces" for item in _inputs(recipe)]
 
 
-def describe(recipe: Recipe) -> dict[str, Any]:
+def describe(recipe: Recipe, digests: bool = True) -> dict[str, Any]:
     """All that decides which documents come, as JSON without paths of this machine: settings, and digests of files.
 
-    The files are read once for their digests.
+    The files are read once for their digests, or not at all without them.
     """
     settings = msgspec.to_builtins(recipe)
     kept = ("heldout", "pre_splitter")
@@ -184,7 +184,7 @@ def describe(recipe: Recipe) -> dict[str, Any]:
         {
             **{k: msgspec.to_builtins(item.source)[k] for k in per_source},
             "name": item.name,
-            "sha256": _digest(item.path),
+            **({"sha256": _digest(item.path)} if digests else {}),
         }
         for item in _inputs(recipe)
     ]

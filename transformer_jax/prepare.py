@@ -151,6 +151,39 @@ def prepare(
     )
 
 
+def asked_otherwise(
+    manifest: Mapping[str, Any], tokenizer_config: WordPieceConfig, recipe: Recipe | None = None
+) -> list[str]:
+    """A line for each setting that is not the one a finished folder was made with. No text is read.
+
+    What is not known counts as equal: a folder that was made by other means, or a vocabulary file that is not here.
+    """
+    from transformer_jax import corpora
+
+    made = manifest["made_from"]
+    old: dict[str, Any] = {}
+    new: dict[str, Any] = {}
+    if "tokenizer" in made:
+        config = tokenizer_config if recipe is None else _with_recipe(tokenizer_config, recipe)
+        settings = {k: v for k, v in msgspec.to_builtins(config).items() if k in made["tokenizer"]}
+        if settings["vocab_file"]:
+            here = Path(settings["vocab_file"]).is_file()
+            settings["vocab_file"] = (
+                _tokenizer_inputs(config)["vocab_file"] if here else made["tokenizer"]["vocab_file"] or "another"
+            )
+        if recipe is None and not config.pre_splitter:
+            settings["pre_splitter"] = made["tokenizer"]["pre_splitter"]
+        old["tokenizer"], new["tokenizer"] = made["tokenizer"], settings
+    if recipe is not None and "recipe" in made:
+        inputs = {
+            name: {k: v for k, v in item.items() if k != "sha256"} for name, item in made["recipe"]["inputs"].items()
+        }
+        old["recipe"] = {**made["recipe"], "inputs": inputs}
+        new["recipe"] = _by_name(corpora.describe(recipe, digests=False))
+    changed = differences(old, json.loads(json.dumps(new)))
+    return [f"{key}: {_short(a)} in the prepared data, {_short(b)} now" for key, (a, b) in changed.items()]
+
+
 def prepare_documents(
     documents: Callable[[], Iterable[Document]],
     source_names: Sequence[str],
