@@ -230,7 +230,7 @@ import numpy as np
 import tiny_run
 from bert_jax.data import EvaluationData
 from bert_jax.pretrain import pretrain
-from transformer_jax import checkpoint
+from transformer_jax import checkpoint, step_folders
 from transformer_jax.signals import StopSignal
 
 def kill(*ignored):
@@ -259,9 +259,9 @@ def on_step(step, values):
 if moment == "saving":  # the arrays are being written behind the training
     before(checkpoint.Checkpoints, "_complete", lambda self, step, metric: killed_at(step))
 if moment == "committed":  # written and renamed by Orbax, without digests
-    before(checkpoint, "_write_digests", lambda path, metric: killed_at(path))
+    before(step_folders, "write_digests", lambda path, *rest: killed_at(path))
 if moment == "deleting":  # an old step half gone
-    before(checkpoint.shutil, "rmtree", lambda path, *ignored: "deleting" in str(path))
+    before(step_folders.shutil, "rmtree", lambda path, *ignored: "deleting" in str(path))
 if moment == "evaluation":
     before(EvaluationData, "batch", lambda *ignored: True)
 if moment == "hosts":

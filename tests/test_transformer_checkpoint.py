@@ -22,6 +22,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from transformer_jax import checkpoint as ck
+from transformer_jax import step_folders
 from transformer_jax.checkpoint import CheckpointError, Checkpoints, NoCheckpointError
 from transformer_jax.config import CheckpointConfig, ConfigError, UserError
 
@@ -135,14 +136,14 @@ def test_buffers_may_be_donated_as_soon_as_save_returns(tmp_path):
 
 def test_the_training_thread_does_not_wait_for_the_digests(tmp_path, monkeypatch):
     release, threads = threading.Event(), []
-    write = ck._write_digests
+    write = step_folders.write_digests
 
-    def slow(path, metric):
+    def slow(*arguments):
         threads.append(threading.current_thread())
         assert release.wait(60)
-        write(path, metric)
+        write(*arguments)
 
-    monkeypatch.setattr(ck, "_write_digests", slow)
+    monkeypatch.setattr(step_folders, "write_digests", slow)
     checkpoints = Checkpoints(tmp_path, KEEP_ALL)
     assert checkpoints.save(1, make_state(1), {}, {})
     checkpoints.check()  # Returns though the save is not complete.
@@ -195,8 +196,8 @@ def test_a_flipped_bit_anywhere_in_the_digest_file_is_found(copy_of_two):
         changed = bytearray(original)
         changed[position] ^= 1 << (position % 8)
         file.write_bytes(changed)
-        with pytest.raises(ck._DamagedError):
-            ck._read_digests(file.parent)
+        with pytest.raises(step_folders.DamagedError):
+            step_folders.read_digests(file.parent)
     file.write_bytes(original)
     assert ck.verify(f"{copy_of_two}@40") == [(40, [])]
 
@@ -233,7 +234,7 @@ def test_a_damaged_step_is_replaced_when_training_comes_to_it_again(copy_of_two)
 
 def test_orbax_is_not_heard_when_reading_fails(copy_of_two, monkeypatch, capfd, caplog):
     """Even when damage passes the digests, one error says what is wrong; no tracebacks of remaining reads."""
-    monkeypatch.setattr(ck, "_problems", lambda path: [])
+    monkeypatch.setattr(step_folders, "problems_of", lambda path: [])
     for file in (copy_of_two / "40" / "state").rglob("d/*"):
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     checkpoints = Checkpoints(copy_of_two, KEEP_ALL)
@@ -285,6 +286,7 @@ import sys, warnings
 warnings.simplefilter("error")
 import jax, numpy as np
 from transformer_jax import checkpoint as ck
+from transformer_jax import step_folders
 from transformer_jax.config import CheckpointConfig
 assert jax.device_count() == 1
 for name, x in ck.contents(sys.argv[1]).items():
@@ -373,6 +375,21 @@ def test_keep_policy(last, every, best, stay):
     assert ck.kept(metrics, CheckpointConfig(keep_last=last, keep_every=every, keep_best=best)) == stay
 
 
+def test_the_best_may_be_the_highest():
+    metrics = {10: 20.5, 20: 27.3, 30: 27.3, 40: None, 50: 1.0}
+    policy = CheckpointConfig(keep_last=1, keep_best=1, best_metric="bleu", best_is="highest")
+    assert ck.kept(metrics, policy) == {30, 50}
+
+
+def test_a_metric_of_another_name_does_not_count(tmp_path):
+    """A run that goes on with another best_metric does not weigh BLEU against losses."""
+    save_steps(tmp_path, 1, config=CheckpointConfig(keep_last=2, keep_best=1), metrics={1: 0.5})
+    policy = CheckpointConfig(keep_last=1, keep_best=1, best_metric="bleu", best_is="highest")
+    save_steps(tmp_path, 2, 3, config=policy, metrics={2: 0.4, 3: 0.3})
+    assert ck.steps(tmp_path) == [2, 3]
+    assert step_folders.metric_of(tmp_path / "2", "bleu") == 0.4 and step_folders.metric_of(tmp_path / "2", "x") is None
+
+
 def test_a_policy_that_keeps_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="keep_last is 0"):
         Checkpoints(tmp_path, CheckpointConfig(keep_last=0))
@@ -399,13 +416,13 @@ def test_the_best_step_is_kept_over_a_restart_and_metrics_may_come_later(tmp_pat
 
 def test_no_step_is_deleted_before_the_newer_one_has_its_digests(tmp_path, monkeypatch):
     seen = []
-    write = ck._write_digests
+    write = step_folders.write_digests
 
-    def look(path, metric):
+    def look(path, *rest):
         seen.append((int(path.name), ck.steps(tmp_path)))
-        write(path, metric)
+        write(path, *rest)
 
-    monkeypatch.setattr(ck, "_write_digests", look)
+    monkeypatch.setattr(step_folders, "write_digests", look)
     save_steps(tmp_path, 1, 2, 3, config=CheckpointConfig(keep_last=1))
     assert seen == [(1, []), (2, [1]), (3, [2])]
     assert ck.steps(tmp_path) == [3]
@@ -423,7 +440,7 @@ def test_a_step_saved_twice_is_written_once(tmp_path, monkeypatch):
     assert not again.save(1, make_state(1), {"row": 3}, META)  # Resumed at the last step: it is there already.
     again.close()
     assert ck.verify(tmp_path) == [(1, [])]
-    assert ck._read_digests(tmp_path / "1")["metric"] == 0.5
+    assert step_folders.read_digests(tmp_path / "1")["metric"] == 0.5
 
 
 # Kills
@@ -433,6 +450,7 @@ import os, shutil, signal, sys
 import jax.numpy as jnp, numpy as np
 from pathlib import Path
 from transformer_jax import checkpoint as ck
+from transformer_jax import step_folders
 from transformer_jax.config import CheckpointConfig
 
 def kill(*arguments, **keywords):
@@ -445,24 +463,24 @@ def run(folder, moment):
     if moment != "first":
         checkpoints.save(10, {"params": {"x": jnp.asarray(noise)}}, {"row": 10}, {})
         checkpoints.wait()
-    write = ck._write_json
+    write = step_folders.write_whole
     if moment in ("committed", "first"):
-        ck._write_digests = kill
+        step_folders.write_digests = kill
     elif moment == "digests written in part":
         def part(path, text):
             path.with_name(f".{path.name}.tmp").write_text(text[:100])
             kill()
-        ck._write_json = part
+        step_folders.write_whole = part
     elif moment == "digests written":
         def whole(path, text):
             write(path, text)
             kill()
-        ck._write_json = whole
+        step_folders.write_whole = whole
     elif moment == "deleting":
         def some(path):
             (Path(path) / "_CHECKPOINT_METADATA").unlink()
             kill()
-        ck.shutil.rmtree = some
+        step_folders.shutil.rmtree = some
     checkpoints.save(20, {"params": {"x": jnp.asarray(noise + 1)}}, {"row": 20}, {})
     if moment == "writing":
         kill()
@@ -558,7 +576,7 @@ def test_a_full_disk_is_one_clear_error_and_the_earlier_step_stays(tmp_path, mon
         elif where == "committing":
             patch.setattr(ocp.CheckpointManager, "wait_until_finished", no_space)
         else:
-            patch.setattr(ck, "_write_json", no_space)
+            patch.setattr(step_folders, "write_whole", no_space)
         with pytest.raises(CheckpointError, match=r"step 2 failed: the disk is full .*step 1 is the newest complete"):
             checkpoints.save(2, make_state(2), {"row": 2}, META)
             checkpoints.wait()
@@ -610,7 +628,7 @@ def test_an_earlier_failure_is_raised_by_the_next_save_which_may_be_repeated(tmp
     """C072"""
     checkpoints = Checkpoints(tmp_path, KEEP_ALL)
     with monkeypatch.context() as patch:
-        patch.setattr(ck, "_write_json", no_space)
+        patch.setattr(step_folders, "write_whole", no_space)
         checkpoints.save(1, make_state(1), {}, META)
         with pytest.raises(CheckpointError, match=r"saving step 1 failed.*there is no complete checkpoint"):
             checkpoints.save(2, make_state(2), {}, META)
@@ -675,6 +693,7 @@ jax.distributed.initialize(f"127.0.0.1:{sys.argv[3]}", 2, int(sys.argv[2]))
 from pathlib import Path
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from transformer_jax import checkpoint as ck
+from transformer_jax import step_folders
 from transformer_jax.config import CheckpointConfig
 
 folder = Path(sys.argv[1])
@@ -701,7 +720,7 @@ for a, b in zip(got.state["params"]["x"].addressable_shards, x.addressable_shard
 checkpoints.save(3, state, {"row": 33}, {})
 checkpoints.wait()
 if jax.process_index() == 0:
-    write, ck._write_digests = ck._write_digests, lambda *a: 1 / 0
+    write, step_folders.write_digests = step_folders.write_digests, lambda *a: 1 / 0
 checkpoints.save(4, state, {}, {})
 try:
     checkpoints.wait()
@@ -709,7 +728,7 @@ try:
 except ck.CheckpointError:
     pass
 if jax.process_index() == 0:
-    ck._write_digests = write
+    step_folders.write_digests = write
 checkpoints.save(5, state, {"row": 5}, {})
 checkpoints.close()
 """

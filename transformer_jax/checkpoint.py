@@ -23,17 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import hashlib
 import json
 import logging
-import math
 import os
-import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,29 +39,38 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from transformer_jax.config import CheckpointConfig, ConfigError, UserError
+from transformer_jax import step_folders
+from transformer_jax.config import CheckpointConfig, ConfigError
+from transformer_jax.named_trees import flat, named_leaves, named_tree, nest
+from transformer_jax.step_folders import (
+    DIGESTS,
+    CheckpointError,
+    NoCheckpointError,
+    first_line,
+    kept,
+    locate,
+    steps,
+    unfinished,
+    verify,
+)
 
-DIGESTS = "digests.json"
-ITEMS = ("state", "data", "meta")
+__all__ = [
+    "CheckpointError",
+    "Checkpoints",
+    "NoCheckpointError",
+    "Restored",
+    "contents",
+    "kept",
+    "locate",
+    "read_meta",
+    "read_params",
+    "steps",
+    "unfinished",
+    "verify",
+]
+
 _TEMPORARY = ".orbax-checkpoint-tmp"
-_DELETING = ".deleting"
 _log = logging.getLogger(__name__)
-
-
-class CheckpointError(UserError):
-    """A checkpoint that could not be written, or that cannot be used."""
-
-
-class NoCheckpointError(CheckpointError):
-    """There is no complete step, so a run may start from its beginning.
-
-    Attributes:
-      skipped: (step, reason) of the steps that are there but were never completed.
-    """
-
-    def __init__(self, message: str, skipped: list[tuple[int, str]]):
-        super().__init__(message)
-        self.skipped = skipped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +127,7 @@ class Checkpoints:
           step: number of training steps done.
           state: tree of jax arrays.
           data, meta: what JSON can hold; copied before this returns.
-          metric: evaluation loss at this step, lower is better, for `keep_best`; `set_metric` can add it later.
+          metric: the evaluation figure `best_metric` at this step, for `keep_best`; `set_metric` can add it later.
 
         Returns:
           Whether a save was started.
@@ -136,7 +141,7 @@ class Checkpoints:
             if metric is not None:
                 self.set_metric(step, metric)
             return False
-        tree = _named_tree(state)
+        tree = named_tree(state)
         items = {"data": _json_copy(data), "meta": _json_copy(meta)}
         try:
             self._make_way(step)
@@ -150,7 +155,7 @@ class Checkpoints:
             self._manager.save(step, args=arguments, force=True)
         except Exception as e:
             self._forget(step)
-            raise self._failure(step, e) from e
+            raise step_folders.failed_save(self.folder, step, e) from e
         self._own.add(step)
         self._pending.append(self._worker.submit(self._complete, step, metric))
         return True
@@ -165,17 +170,17 @@ class Checkpoints:
             if jax.process_index() == 0:
                 self._probe()
         except OSError as e:
-            raise CheckpointError(f"{self.folder}: no checkpoint can be saved here: {_first_line(e)}") from e
+            raise CheckpointError(f"{self.folder}: no checkpoint can be saved here: {first_line(e)}") from e
 
     def _probe(self) -> None:
-        probe = self.folder / f".0{_DELETING}"  # which is swept up if this is cut off
+        probe = self.folder / f".0{step_folders.DELETING}"  # which is swept up if this is cut off
         if probe.is_dir():
             shutil.rmtree(probe)
         probe.mkdir(parents=True)
         probe.rmdir()
 
     def set_metric(self, step: int, metric: float) -> None:
-        """Note the evaluation loss of a step saved before; returns at once. A step that is not complete is ignored."""
+        """Note the metric of a step saved before; returns at once. A step that is not complete is ignored."""
         self._pending.append(self._worker.submit(self._note_metric, step, metric))
 
     def check(self) -> None:
@@ -230,14 +235,14 @@ class Checkpoints:
         self.wait()
         chosen, skipped = _agree_on_step(self.folder, step)
         path = self.folder / str(chosen)
-        names, abstract, treedef = _named_leaves(abstract_state)
+        names, abstract, treedef = named_leaves(abstract_state)
         stored = _stored_leaves(path)
         _refuse_mismatch(path, stored, dict(zip(names, abstract, strict=True)))
-        wanted = _nest(zip(names, (_with_sharding(x) for x in abstract), strict=True))
+        wanted = nest(zip(names, (_with_sharding(x) for x in abstract), strict=True))
         with _explained(path), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
             tree = checkpointer.restore(path / "state", args=ocp.args.StandardRestore(wanted))
-        flat = _flat(tree)
-        state = jax.tree.unflatten(treedef, [flat[name] for name in names])
+        arrays = flat(tree)
+        state = jax.tree.unflatten(treedef, [arrays[name] for name in names])
         self._own = {chosen}
         self._bad = {s for s, _ in skipped}
         return Restored(chosen, state, _read_json(path, "data"), _read_json(path, "meta"), skipped)
@@ -249,25 +254,24 @@ class Checkpoints:
         try:
             self._manager.wait_until_finished()
             if jax.process_index() == 0:
-                _write_digests(self.folder / str(step), metric)
+                step_folders.write_digests(self.folder / str(step), metric, self.config.best_metric)
                 self._bad.discard(step)
                 self._delete_old(step)
         except Exception as e:
             self._forget(step)
-            raise self._failure(step, e) from e
+            raise step_folders.failed_save(self.folder, step, e) from e
 
     def _note_metric(self, step: int, metric: float) -> None:
         if jax.process_index() != 0:
             return
         path = self.folder / str(step)
         try:
-            content = _read_digests(path)
-            _write_json(path / DIGESTS, _sealed({**content, "metric": _finite(metric)}))
+            step_folders.write_metric(path, metric, self.config.best_metric)
             self._delete_old(max(steps(self.folder)))
-        except _DamagedError as e:
+        except step_folders.DamagedError as e:
             _log.warning("%s: its metric was not noted: %s", path, e)
         except OSError as e:
-            raise self._failure(step, e) from e
+            raise step_folders.failed_save(self.folder, step, e) from e
 
     def _delete_old(self, newest: int) -> None:
         """Carry out the keep policy over the complete steps up to `newest`, which has its digests."""
@@ -276,11 +280,11 @@ class Checkpoints:
             # A damaged step does not count towards those kept, and stays for its owner to look at. Steps after the
             # newest belong to a history that training is about to write again.
             if step <= newest and step not in self._bad:
-                with contextlib.suppress(_DamagedError):
-                    metrics[step] = _read_digests(self.folder / str(step))["metric"]
+                with contextlib.suppress(step_folders.DamagedError):
+                    metrics[step] = step_folders.metric_of(self.folder / str(step), self.config.best_metric)
         for step in sorted(set(metrics) - kept(metrics, self.config)):
             try:
-                _delete(self.folder / str(step))
+                step_folders.delete(self.folder / str(step))
             except OSError as e:
                 _log.warning("could not delete the old checkpoint %s: %s", self.folder / str(step), e)
 
@@ -292,12 +296,12 @@ class Checkpoints:
                 for left_over in self.folder.iterdir():
                     name = left_over.name.lstrip(".")
                     number, _, rest = name.partition(".")
-                    if number.isdigit() and f".{rest}".startswith((_TEMPORARY, _DELETING)):
+                    if number.isdigit() and f".{rest}".startswith((_TEMPORARY, step_folders.DELETING)):
                         _log.info("removing %s, left by a run that was stopped", left_over)
                         shutil.rmtree(left_over)
             if path.exists():
                 _log.info("replacing %s", path)
-                _delete(path)
+                step_folders.delete(path)
             # Where Orbax cannot make its first folder, its threads wait twenty minutes for it, whatever is raised.
             self._probe()
         self._swept = True
@@ -321,70 +325,6 @@ class Checkpoints:
             # Its error, if it has one, has been reported by then.
             with contextlib.suppress(Exception):
                 manager.close()
-
-    def _failure(self, step: int, error: BaseException) -> CheckpointError:
-        complete = steps(self.folder)
-        newest = (
-            f"step {complete[-1]} is the newest complete checkpoint" if complete else "there is no complete checkpoint"
-        )
-        text = _first_line(error)
-        full = (errno.ENOSPC, errno.EDQUOT)
-        if (isinstance(error, OSError) and error.errno in full) or "No space left" in str(error):
-            existing = next(p for p in (self.folder, *self.folder.parents) if p.exists())
-            free = shutil.disk_usage(existing).free / 2**20
-            text = (
-                f"the disk is full ({free:,.1f} MiB free); make room, or lower checkpoint.keep_last, keep_every or "
-                "keep_best (room for one step more than is kept is needed)"
-            )
-        return CheckpointError(f"{self.folder}: saving step {step} failed: {text}; {newest}")
-
-
-def kept(metrics: Mapping[int, float | None], config: CheckpointConfig) -> set[int]:
-    """Which of the complete steps stay: the last, every K-th, and the best (lowest metric; of equals the newer).
-
-    Args:
-      metrics: the metric, or None, of each complete step.
-      config: the policy.
-    """
-    ordered = sorted(metrics)
-    stay = set(ordered[-config.keep_last :])
-    if config.keep_every:
-        stay |= {step for step in ordered if step % config.keep_every == 0}
-    if config.keep_best:
-        measured = [(value, -step) for step, value in metrics.items() if value is not None]
-        stay |= {-negative for _, negative in sorted(measured)[: config.keep_best]}
-    return stay
-
-
-def steps(folder: Path | str) -> list[int]:
-    """The complete steps of a run folder or its checkpoints folder, in order; digests are not compared."""
-    root = _root(Path(folder))
-    return [step for step in _step_folders(root) if (root / str(step) / DIGESTS).is_file()]
-
-
-def unfinished(folder: Path | str) -> list[tuple[int, str]]:
-    """The steps that a stopped save left without digests, each with the reason it is passed over."""
-    root = _root(Path(folder))
-    return [(s, _NOT_FINISHED) for s in _step_folders(root) if not (root / str(s) / DIGESTS).is_file()]
-
-
-def verify(checkpoint: Path | str) -> list[tuple[int, list[str]]]:
-    """Compare every file with its digest.
-
-    Args:
-      checkpoint: a run folder, its checkpoints folder, or `RUN@STEP`.
-
-    Returns:
-      (step, problems) for each step in order; no problems means that it verifies.
-
-    Raises:
-      UserError: there is no such folder, or nothing in it.
-    """
-    root, step = locate(checkpoint)
-    found = _step_folders(root) if step is None else [step]
-    if not found:
-        raise NoCheckpointError(f"{root}: no checkpoints here", [])
-    return [(number, _problems(root / str(number))) for number in found]
 
 
 def read_params(checkpoint: Path | str) -> tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -425,53 +365,10 @@ def contents(checkpoint: Path | str) -> dict[str, jax.ShapeDtypeStruct]:
     return _stored_leaves(_open(checkpoint))
 
 
-# Trees
-
-
-def _named_leaves(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """Names of the leaves, the leaves, and the structure that puts them together again."""
-    with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    names = ["/".join(_key(k) for k in path) for path, _ in with_paths]
-    assert names and len(set(names)) == len(names), f"no leaves, or two of one name: {names}"
-    return names, [leaf for _, leaf in with_paths], treedef
-
-
-def _key(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):  # Dict entries, named tuples and dataclasses, lists and tuples.
-        if hasattr(key, attribute):
-            text = str(getattr(key, attribute))
-            assert text and not set(text) & set("/."), f"{text!r} cannot name an array"
-            return text
-    raise AssertionError(f"unknown kind of tree key: {key!r}")
-
-
-def _named_tree(tree: Any) -> dict[str, Any]:
-    names, leaves, _ = _named_leaves(tree)
-    return _nest(zip(names, leaves, strict=True))
-
-
-def _nest(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for name, leaf in named:
-        *parents, last = name.split("/")
-        node = out
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = leaf
-    return out
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        out |= _flat(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {prefix + key: value}
-    return out
-
-
 def _stored_leaves(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
     with _explained(path), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         tree = checkpointer.metadata(path / "state").item_metadata.tree
-    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in _flat(tree).items()}
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in flat(tree).items()}
 
 
 def _with_sharding(x: Any) -> jax.ShapeDtypeStruct:
@@ -497,83 +394,24 @@ def _refuse_mismatch(path: Path, stored: Mapping[str, Any], wanted: Mapping[str,
         )
 
 
-# Folders
-
-_NOT_FINISHED = f"no {DIGESTS}: the save was stopped before its end"
-
-
-def _root(folder: Path) -> Path:
-    """The folder of the steps, given that or the run folder."""
-    inner = folder / "checkpoints"
-    return (inner if inner.is_dir() else folder).absolute()
-
-
-def _step_folders(root: Path) -> list[int]:
-    if not root.is_dir():
-        return []
-    return sorted(int(p.name) for p in root.iterdir() if p.name.isdigit() and str(int(p.name)) == p.name and p.is_dir())
-
-
-def locate(checkpoint: Path | str, step: int | None = None) -> tuple[Path, int | None]:
-    """The folder of steps and the step that `RUN`, `RUN@STEP` or the folder of a step names."""
-    path = Path(checkpoint)
-    if not path.is_dir():
-        head, at, tail = str(checkpoint).rpartition("@")
-        if not at or not Path(head).is_dir():
-            raise CheckpointError(f"{head or path}: no such folder; name a run folder, or RUN@STEP")
-        if not tail.isdigit():
-            raise CheckpointError(f"{checkpoint}: after @ stands {tail!r}; it must be the number of a step")
-        path, step = Path(head), int(tail)
-    elif path.name.isdigit() and (path / "state").is_dir():
-        return path.parent.absolute(), int(path.name)
-    root = _root(path)
-    if step is not None and not (root / str(step)).is_dir():
-        there = ", ".join(map(str, steps(root))) or "none"
-        raise CheckpointError(f"{root}: there is no step {step}; complete steps: {there}")
-    return root, step
-
-
 def _open(checkpoint: Path | str, step: int | None = None) -> Path:
     """The folder of the step to read, verified; the steps passed over are logged."""
     root, step = locate(checkpoint, step)
-    chosen, skipped = _newest_verified(root, step)
+    chosen, skipped = step_folders.newest_verified(root, step)
     for number, reason in skipped:
         _log.warning("%s: passed over step %d: %s", root, number, reason)
     return root / str(chosen)
 
 
-def _newest_verified(root: Path, step: int | None = None) -> tuple[int, list[tuple[int, str]]]:
-    if step is not None:
-        root, step = locate(root, step)
-        assert step is not None
-        problems = _problems(root / str(step))
-        if problems:
-            raise CheckpointError(f"{root / str(step)} cannot be used: {_summary(problems)}")
-        return step, []
-    skipped: list[tuple[int, str]] = []
-    for number in reversed(_step_folders(root)):
-        problems = _problems(root / str(number))
-        if not problems:
-            return number, skipped
-        skipped.append((number, _summary(problems)))
-    if not steps(root):
-        raise NoCheckpointError(f"{root}: no complete checkpoint here", skipped)
-    lines = "".join(f"\n  step {number}: {reason}" for number, reason in skipped)
-    raise CheckpointError(
-        f"{root}: none of the checkpoints can be used; bring back an undamaged one, or name another run folder to "
-        f"start from the beginning{lines}"
-    )
-
-
 def _agree_on_step(root: Path, step: int | None) -> tuple[int, list[tuple[int, str]]]:
-    """As `_newest_verified`; of several processes only the first reads the files and makes the digests."""
+    """As `step_folders.newest_verified`; of several processes only the first reads the files and makes the digests."""
     if jax.process_count() == 1:
-        return _newest_verified(root, step)
+        return step_folders.newest_verified(root, step)
     chosen, error = -1, None
     skipped: list[tuple[int, str]] = []
     if jax.process_index() == 0:
         try:
-            chosen, skipped = _newest_verified(root, step)
+            chosen, skipped = step_folders.newest_verified(root, step)
         except CheckpointError as e:
             chosen, error = (-2 if isinstance(e, NoCheckpointError) else -1), e
     chosen = int(multihost_utils.broadcast_one_to_all(np.int32(chosen)))
@@ -584,104 +422,6 @@ def _agree_on_step(root: Path, step: int | None) -> tuple[int, list[tuple[int, s
     if chosen == -1:
         raise CheckpointError(f"{root}: no checkpoint can be used; see the message of process 0")
     return chosen, skipped
-
-
-def _delete(path: Path) -> None:
-    """Take the step away in one move, so that a kill meanwhile leaves no half of one."""
-    gone = path.with_name(f".{path.name}{_DELETING}")
-    if gone.exists():
-        shutil.rmtree(gone)
-    path.rename(gone)
-    shutil.rmtree(gone)
-
-
-# Digests
-
-
-class _DamagedError(Exception):
-    """The digest file of a step is missing or is not what was written."""
-
-
-def _write_digests(path: Path, metric: float | None) -> None:
-    """Make the step complete."""
-    for item in ITEMS:
-        if not (path / item).is_dir():
-            raise OSError(f"the writer left no {item} in {path}")
-    files = {}
-    for file in sorted(p for p in path.rglob("*") if p.is_file()):
-        files[file.relative_to(path).as_posix()] = {"size": file.stat().st_size, "sha256": _sha256(file)}
-    content = {"format": 1, "step": int(path.name), "metric": _finite(metric), "files": files}
-    _write_json(path / DIGESTS, _sealed(content))
-
-
-def _read_digests(path: Path) -> dict[str, Any]:
-    try:
-        text = (path / DIGESTS).read_text(encoding="utf-8")
-        content = json.loads(text)
-        del content["seal"]
-        sound = _sealed(content) == text
-    except FileNotFoundError:
-        raise _DamagedError(_NOT_FINISHED) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise _DamagedError(f"{DIGESTS} cannot be read: {_first_line(e)}") from None
-    if not sound:
-        raise _DamagedError(f"{DIGESTS} is not as it was written")
-    if content["step"] != int(path.name):
-        raise _DamagedError(f"this folder was written as step {content['step']}")
-    return content
-
-
-def _problems(path: Path) -> list[str]:
-    """What keeps the step in `path` from being used, or nothing."""
-    try:
-        files = _read_digests(path)["files"]
-    except _DamagedError as e:
-        return [str(e)]
-    problems = []
-    for name, known in files.items():
-        file = path / name
-        try:
-            size = file.stat().st_size
-            if size != known["size"]:
-                problems.append(f"{name} has {size} bytes in place of {known['size']}")
-            elif _sha256(file) != known["sha256"]:
-                problems.append(f"{name} has changed since it was written")
-        except FileNotFoundError:
-            problems.append(f"{name} is missing")
-        except OSError as e:
-            problems.append(f"{name} cannot be read: {_first_line(e)}")
-    return problems
-
-
-def _sealed(content: Mapping[str, Any]) -> str:
-    """The text of the digest file, with a digest of its own, so that a change in it is found too."""
-    plain = json.dumps(content, indent=1, sort_keys=True)
-    return json.dumps({**content, "seal": hashlib.sha256(plain.encode()).hexdigest()}, indent=1, sort_keys=True) + "\n"
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def _write_json(path: Path, text: str) -> None:
-    """Write the whole file or nothing, and have it on the disk before this returns."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    temporary.replace(path)
-    for folder in (path.parent, path.parent.parent):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _finite(metric: float | None) -> float | None:
-    return float(metric) if metric is not None and math.isfinite(metric) else None
 
 
 def _json_copy(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -725,19 +465,8 @@ def _explained(path: Path) -> Iterator[None]:
         raise
     except Exception as e:
         # The hook stays: other reads of the same call may still be under way.
-        raise CheckpointError(f"{path} cannot be read: {_first_line(e)}") from e
+        raise CheckpointError(f"{path} cannot be read: {first_line(e)}") from e
     sys.unraisablehook = before
-
-
-def _first_line(error: BaseException) -> str:
-    line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    # TensorStore says which array first, then why, then codes and places in its source.
-    line = re.sub(r" \[(os_error_code|source locations)=.*", "", line)
-    return line if len(line) <= 300 else f"{line[:90]} ... {line[-200:]}"
-
-
-def _summary(problems: list[str]) -> str:
-    return problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
 
 
 class _WithoutOrbax(logging.Filter):

@@ -81,6 +81,16 @@ class EncoderConfig:
     def scanned(self) -> bool:
         return self.layers == "scanned" or (self.layers == "auto" and self.num_hidden_layers > 12)
 
+    @property
+    def pre_norm(self) -> bool:
+        """Whether the norm comes before each part of a layer; BERT's comes after each residual sum."""
+        return False
+
+    @property
+    def glorot_kernels(self) -> bool:
+        """Whether kernels are drawn by Glorot and Bengio (2010); BERT's are normal, with initializer_range."""
+        return False
+
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
@@ -103,11 +113,14 @@ class MeshConfig:
 class OptimizerConfig:
     """The optimizer, its schedule and clipping. Biases and LayerNorm parameters are never decayed."""
 
-    name: Literal["adamw", "bert_adam", "lamb"] = "adamw"
-    """adamw corrects Adam's bias; bert_adam is the 2018 code, which does not; lamb is arXiv 1904.00962."""
+    name: Literal["adamw", "adam", "bert_adam", "lamb"] = "adamw"
+    """adamw corrects Adam's bias; adam is the same without weight decay; bert_adam is the 2018 code, which does not
+    correct; lamb is arXiv 1904.00962."""
     learning_rate: float = 1e-4
-    schedule: Literal["linear", "polynomial", "constant"] = "linear"
-    """After the warm-up: down to zero at the last step in a line, by `power`, or not at all."""
+    """The peak; with noam, a factor of the paper's rate."""
+    schedule: Literal["linear", "polynomial", "constant", "noam", "inverse_sqrt"] = "linear"
+    """After the warm-up: down to zero at the last step in a line, by `power`, or not at all; or with the inverse root
+    of the step, at the scale of arXiv 1706.03762 (noam) or from learning_rate (inverse_sqrt)."""
     power: float = 1.0
     warmup_steps: int = 0
     total_steps: int = 0
@@ -123,6 +136,10 @@ class OptimizerConfig:
         for name in ("weight_decay", "clip_norm", "power"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"optimizer.{name} is {getattr(self, name)}; it must be a number of at least 0")
+        if self.name == "adam" and self.weight_decay:
+            raise ConfigError(
+                f"optimizer.weight_decay is {self.weight_decay}, and adam has none; set it to 0, or use adamw"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +187,11 @@ class CheckpointConfig:
     keep_every: int = 0
     """Also keep each step that is a multiple of this; 0 keeps none for that."""
     keep_best: int = 0
-    """Also keep this many steps with the best evaluation loss."""
+    """Also keep this many steps with the best held-out figure."""
+    best_metric: str = "loss"
+    """The figure of an evaluation that decides which steps are best ..."""
+    best_is: Literal["lowest", "highest"] = "lowest"
+    """... and whether it is better low, as a loss, or high, as an accuracy or BLEU."""
 
 
 def load(cls: type[T], data: Mapping[str, Any], where: str, base: T | None = None) -> T:

@@ -1,0 +1,294 @@
+"""The numbered folders of a run's checkpoints: which are complete, which verify, and how one is named.
+
+A step is complete once it has `digests.json`: size and SHA-256 of every other file of its folder, written last and
+atomically, with the evaluation figure that the best steps are kept by. No Orbax and no device is needed here.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformer_jax.config import CheckpointConfig, UserError
+
+DIGESTS = "digests.json"
+ITEMS = ("state", "data", "meta")
+DELETING = ".deleting"
+NOT_FINISHED = f"no {DIGESTS}: the save was stopped before its end"
+
+
+class CheckpointError(UserError):
+    """A checkpoint that could not be written, or that cannot be used."""
+
+
+class NoCheckpointError(CheckpointError):
+    """There is no complete step, so a run may start from its beginning.
+
+    Attributes:
+      skipped: (step, reason) of the steps that are there but were never completed.
+    """
+
+    def __init__(self, message: str, skipped: list[tuple[int, str]]):
+        super().__init__(message)
+        self.skipped = skipped
+
+
+def steps(folder: Path | str) -> list[int]:
+    """The complete steps of a run folder or its checkpoints folder, in order; digests are not compared."""
+    root = _root(Path(folder))
+    return [step for step in step_folders(root) if (root / str(step) / DIGESTS).is_file()]
+
+
+def unfinished(folder: Path | str) -> list[tuple[int, str]]:
+    """The steps that a stopped save left without digests, each with the reason it is passed over."""
+    root = _root(Path(folder))
+    return [(s, NOT_FINISHED) for s in step_folders(root) if not (root / str(s) / DIGESTS).is_file()]
+
+
+def verify(checkpoint: Path | str) -> list[tuple[int, list[str]]]:
+    """Compare every file with its digest.
+
+    Args:
+      checkpoint: a run folder, its checkpoints folder, or `RUN@STEP`.
+
+    Returns:
+      (step, problems) for each step in order; no problems means that it verifies.
+
+    Raises:
+      UserError: there is no such folder, or nothing in it.
+    """
+    root, step = locate(checkpoint)
+    found = step_folders(root) if step is None else [step]
+    if not found:
+        raise NoCheckpointError(f"{root}: no checkpoints here", [])
+    return [(number, problems_of(root / str(number))) for number in found]
+
+
+def _root(folder: Path) -> Path:
+    """The folder of the steps, given that or the run folder."""
+    inner = folder / "checkpoints"
+    return (inner if inner.is_dir() else folder).absolute()
+
+
+def step_folders(root: Path) -> list[int]:
+    """The numbers of all step folders in `root`, complete or not, in order."""
+    if not root.is_dir():
+        return []
+    return sorted(int(p.name) for p in root.iterdir() if p.name.isdigit() and str(int(p.name)) == p.name and p.is_dir())
+
+
+def kept(metrics: Mapping[int, float | None], config: CheckpointConfig) -> set[int]:
+    """Which of the complete steps stay: the last, every K-th, and the best (by metric; of equals the newer).
+
+    Args:
+      metrics: the metric, or None, of each complete step.
+      config: the policy.
+    """
+    ordered = sorted(metrics)
+    stay = set(ordered[-config.keep_last :])
+    if config.keep_every:
+        stay |= {step for step in ordered if step % config.keep_every == 0}
+    if config.keep_best:
+        sign = 1 if config.best_is == "lowest" else -1
+        measured = [(sign * value, -step) for step, value in metrics.items() if value is not None]
+        stay |= {-negative for _, negative in sorted(measured)[: config.keep_best]}
+    return stay
+
+
+def locate(checkpoint: Path | str, step: int | None = None) -> tuple[Path, int | None]:
+    """The folder of steps and the step that `RUN`, `RUN@STEP` or the folder of a step names."""
+    path = Path(checkpoint)
+    if not path.is_dir():
+        head, at, tail = str(checkpoint).rpartition("@")
+        if not at or not Path(head).is_dir():
+            raise CheckpointError(f"{head or path}: no such folder; name a run folder, or RUN@STEP")
+        if not tail.isdigit():
+            raise CheckpointError(f"{checkpoint}: after @ stands {tail!r}; it must be the number of a step")
+        path, step = Path(head), int(tail)
+    elif path.name.isdigit() and (path / "state").is_dir():
+        return path.parent.absolute(), int(path.name)
+    root = _root(path)
+    if step is not None and not (root / str(step)).is_dir():
+        there = ", ".join(map(str, steps(root))) or "none"
+        raise CheckpointError(f"{root}: there is no step {step}; complete steps: {there}")
+    return root, step
+
+
+def newest_verified(root: Path, step: int | None = None) -> tuple[int, list[tuple[int, str]]]:
+    """The newest step that verifies, or `step`, and (step, reason) of the newer ones that were passed over.
+
+    Raises:
+      CheckpointError: nothing there can be used.
+    """
+    if step is not None:
+        root, step = locate(root, step)
+        assert step is not None
+        problems = problems_of(root / str(step))
+        if problems:
+            raise CheckpointError(f"{root / str(step)} cannot be used: {_summary(problems)}")
+        return step, []
+    skipped: list[tuple[int, str]] = []
+    for number in reversed(step_folders(root)):
+        problems = problems_of(root / str(number))
+        if not problems:
+            return number, skipped
+        skipped.append((number, _summary(problems)))
+    if not steps(root):
+        raise NoCheckpointError(f"{root}: no complete checkpoint here", skipped)
+    lines = "".join(f"\n  step {number}: {reason}" for number, reason in skipped)
+    raise CheckpointError(
+        f"{root}: none of the checkpoints can be used; bring back an undamaged one, or name another run folder to "
+        f"start from the beginning{lines}"
+    )
+
+
+def delete(path: Path) -> None:
+    """Take the step away in one move, so that a kill meanwhile leaves no half of one."""
+    gone = path.with_name(f".{path.name}{DELETING}")
+    if gone.exists():
+        shutil.rmtree(gone)
+    path.rename(gone)
+    shutil.rmtree(gone)
+
+
+def failed_save(folder: Path, step: int, error: BaseException) -> CheckpointError:
+    """The error of a save into `folder` that failed: why, what to do if the disk is full, and what is still there."""
+    complete = steps(folder)
+    newest = f"step {complete[-1]} is the newest complete checkpoint" if complete else "there is no complete checkpoint"
+    text = first_line(error)
+    full = (errno.ENOSPC, errno.EDQUOT)
+    if (isinstance(error, OSError) and error.errno in full) or "No space left" in str(error):
+        existing = next(p for p in (folder, *folder.parents) if p.exists())
+        free = shutil.disk_usage(existing).free / 2**20
+        text = (
+            f"the disk is full ({free:,.1f} MiB free); make room, or lower checkpoint.keep_last, keep_every or "
+            "keep_best (room for one step more than is kept is needed)"
+        )
+    return CheckpointError(f"{folder}: saving step {step} failed: {text}; {newest}")
+
+
+class DamagedError(Exception):
+    """The digest file of a step is missing or is not what was written."""
+
+
+def write_digests(path: Path, metric: float | None, metric_name: str) -> None:
+    """Make the step complete."""
+    for item in ITEMS:
+        if not (path / item).is_dir():
+            raise OSError(f"the writer left no {item} in {path}")
+    files = {}
+    for file in sorted(p for p in path.rglob("*") if p.is_file()):
+        files[file.relative_to(path).as_posix()] = {"size": file.stat().st_size, "sha256": _sha256(file)}
+    content = {"format": 1, "step": int(path.name), "metric": finite(metric)}
+    _write(path, {**content, "metric_name": metric_name, "files": files})
+
+
+def write_metric(path: Path, metric: float, metric_name: str) -> None:
+    """Note the metric of a complete step; raises DamagedError as `read_digests`."""
+    _write(path, {**read_digests(path), "metric": finite(metric), "metric_name": metric_name})
+
+
+def metric_of(path: Path, metric_name: str) -> float | None:
+    """The metric of a complete step, None if it has none or one of another name; raises as `read_digests`."""
+    content = read_digests(path)
+    return content["metric"] if content.get("metric_name", "loss") == metric_name else None
+
+
+def read_digests(path: Path) -> dict[str, Any]:
+    """What `write_digests` wrote into the step folder `path`.
+
+    Raises:
+      DamagedError: there is none, or it has changed since.
+    """
+    try:
+        text = (path / DIGESTS).read_text(encoding="utf-8")
+        content = json.loads(text)
+        del content["seal"]
+        sound = _sealed(content) == text
+    except FileNotFoundError:
+        raise DamagedError(NOT_FINISHED) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise DamagedError(f"{DIGESTS} cannot be read: {first_line(e)}") from None
+    if not sound:
+        raise DamagedError(f"{DIGESTS} is not as it was written")
+    if content["step"] != int(path.name):
+        raise DamagedError(f"this folder was written as step {content['step']}")
+    return content
+
+
+def problems_of(path: Path) -> list[str]:
+    """What keeps the step in `path` from being used, or nothing."""
+    try:
+        files = read_digests(path)["files"]
+    except DamagedError as e:
+        return [str(e)]
+    problems = []
+    for name, known in files.items():
+        file = path / name
+        try:
+            size = file.stat().st_size
+            if size != known["size"]:
+                problems.append(f"{name} has {size} bytes in place of {known['size']}")
+            elif _sha256(file) != known["sha256"]:
+                problems.append(f"{name} has changed since it was written")
+        except FileNotFoundError:
+            problems.append(f"{name} is missing")
+        except OSError as e:
+            problems.append(f"{name} cannot be read: {first_line(e)}")
+    return problems
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    write_whole(path / DIGESTS, _sealed(content))
+
+
+def _sealed(content: Mapping[str, Any]) -> str:
+    """The text of the digest file, with a digest of its own, so that a change in it is found too."""
+    plain = json.dumps(content, indent=1, sort_keys=True)
+    return json.dumps({**content, "seal": hashlib.sha256(plain.encode()).hexdigest()}, indent=1, sort_keys=True) + "\n"
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write the whole file or nothing, and have it on the disk before this returns."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    temporary.replace(path)
+    for folder in (path.parent, path.parent.parent):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def finite(metric: float | None) -> float | None:
+    """The metric as it is stored: what is not a number counts as none."""
+    return float(metric) if metric is not None and math.isfinite(metric) else None
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, short enough for one line."""
+    line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    # TensorStore says which array first, then why, then codes and places in its source.
+    line = re.sub(r" \[(os_error_code|source locations)=.*", "", line)
+    return line if len(line) <= 300 else f"{line[:90]} ... {line[-200:]}"
+
+
+def _summary(problems: list[str]) -> str:
+    return problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
