@@ -1,0 +1,151 @@
+"""From a run file and the command line to one resolved configuration; and what may change when a run goes on.
+
+A run's configuration is a frozen dataclass with the sections of `transformer_jax.config` and those of its program; it
+has at least `preset`, `run_dir`, `model` and `data.prepared`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformer_jax import config as core
+from transformer_jax.config import ConfigError
+
+C = TypeVar("C")
+
+
+def load_run(
+    path: str | Path,
+    overrides: Sequence[str],
+    base: C,
+    presets: Mapping[str, Any],
+    *,
+    prog: str,
+    beside: Sequence[str] = (),
+) -> C:
+    """Read a run file: preset, then the file's differences, then `--key value` overrides.
+
+    `--preset` takes the place of the file's preset, so the file's own differences count for it too.
+
+    Args:
+      base: the configuration with every default; its `preset` stands where neither the file nor `overrides` has one.
+      presets: name -> the model section.
+      prog: the command, for messages.
+      beside: dotted keys that name files, taken from the folder of the run file; what commands make (`run_dir`,
+        `data.prepared`, and the run that `init.from` names) is taken from the current folder.
+
+    Raises:
+      ConfigError: a missing file, an unknown key or preset, or a wrong value; the message names the file and the key.
+    """
+    path = Path(path)
+    data = core.read_toml(path)
+    init = data.get("init")
+    if isinstance(init, dict) and "from" in init:  # `from` cannot be the name of a field
+        data["init"] = {("checkpoint" if k == "from" else k): v for k, v in init.items()}
+    chosen, overrides = _preset_of(overrides, prog)
+    where = str(path) if chosen is None else "--preset"
+    preset = data.get("preset", value_of(base, "preset")) if chosen is None else chosen
+    if not isinstance(preset, str) or preset not in presets:
+        raise ConfigError(f"{where}: unknown preset {preset!r}{core.nearest(str(preset), presets)}")
+    data["preset"] = preset
+    base = with_value(with_value(base, "preset", preset), "model", presets[preset])
+    base = with_value(base, "run_dir", str(Path("runs") / path.stem))
+    config = core.load(type(base), data, str(path), base)
+    if not value_of(config, "data.prepared"):
+        config = with_value(config, "data.prepared", f"prepared/{path.stem}")
+    for key in beside:
+        config = with_value(config, key, _beside(path, value_of(config, key)))
+    config = override(config, overrides, prog) if overrides else config
+    for key in ("run_dir", "data.prepared"):
+        if not value_of(config, key):
+            raise ConfigError(f"{key} is empty; name a folder, or leave {key} out")
+    return config
+
+
+def override(config: C, arguments: Sequence[str], prog: str) -> C:
+    """Apply `--section.key value` arguments; a mistyped one ends the program with the nearest valid names."""
+    import tyro
+
+    # Every key is given as `--key value`, a boolean too.
+    plain = (tyro.conf.FlagConversionOff,)
+    return tyro.cli(type(config), args=list(arguments), default=config, prog=prog, config=plain)
+
+
+def check_resume(
+    stored: Mapping[str, Any], config: Any, force: bool, *, fixed: tuple[str, ...], unsafe: tuple[str, ...]
+) -> list[str]:
+    """Compare the stored configuration with the present one.
+
+    Args:
+      fixed: beginnings of the keys of another model or optimizer: the stored state does not fit, and no force makes it.
+      unsafe: ... of keys that would silently make it another run: refused unless forced. Other keys are free.
+
+    Returns:
+      A line for each harmless difference.
+
+    Raises:
+      ConfigError: differences that do not fit the stored state, or that would silently make it another run.
+    """
+    changed = core.differences(stored, core.to_builtins(config))
+    lines = {key: f"{key}: {old!r} in the checkpoint, {new!r} now" for key, (old, new) in changed.items()}
+    wrong = [line for key, line in lines.items() if key.startswith(fixed)]
+    if wrong:
+        raise ConfigError(
+            "this run cannot go on with a different model or optimizer:\n  " + "\n  ".join(wrong)
+            + "\nuse the old values, or another run_dir (with [init] from = this run, where that is meant)"
+        )  # fmt: skip
+    if "train.steps" in lines and "optimizer.total_steps" not in lines and not config.optimizer.total_steps:
+        lines["train.steps"] += ", and the learning rate's schedule with it"
+    wrong = [line for key, line in lines.items() if key.startswith(unsafe)]
+    if wrong and not force:
+        raise ConfigError(
+            "going on with these differences would silently be another run:\n  " + "\n  ".join(wrong)
+            + "\nuse the old values, another run_dir, or --force to go on all the same"
+        )  # fmt: skip
+    return list(lines.values())
+
+
+def write_config(folder: Path, config: Any, beside: Sequence[str] = ()) -> None:
+    """Write `config.toml`, which `load_run` reads back to the same: files it names are seen from its own folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for key in beside:
+        name = value_of(config, key)
+        if name and not Path(name).is_absolute():
+            config = with_value(config, key, os.path.relpath(name, folder))
+    temporary = folder / ".config.toml.tmp"
+    temporary.write_text(core.dump_toml(config), encoding="utf-8")
+    temporary.replace(folder / "config.toml")
+
+
+def value_of(config: Any, key: str) -> Any:
+    """The value of a dotted key."""
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def with_value(config: C, key: str, value: Any) -> C:
+    """The configuration with another value of a dotted key."""
+    section, _, rest = key.partition(".")
+    inner: Any = with_value(getattr(config, section), rest, value) if rest else value
+    return dataclasses.replace(config, **{section: inner})  # type: ignore[type-var]
+
+
+def _preset_of(overrides: Sequence[str], prog: str) -> tuple[str | None, list[str]]:
+    """The value of `--preset`, if it is given, and all other arguments."""
+    parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
+    parser.add_argument("--preset")
+    found, others = parser.parse_known_args(list(overrides))
+    return found.preset, others
+
+
+def _beside(path: Path, name: str) -> str:
+    """`name` seen from the folder of `path`, written so that it can be read from the current folder."""
+    if not name or Path(name).is_absolute():
+        return name
+    return os.path.relpath(path.parent / name)
