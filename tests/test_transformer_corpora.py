@@ -17,9 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transformer_jax import corpora, tfds_prepare
+from transformer_jax import corpora, records, tfds_prepare, tfds_source
+from transformer_jax import lines as text_lines
 from transformer_jax.config import ConfigError, UserError
-from transformer_jax.corpora import describe, documents, lines, load_recipe, source_names, word_sources
+from transformer_jax.corpora import describe, documents, load_recipe, source_names, word_sources
+from transformer_jax.lines import lines
 
 
 def recipe(folder: Path, text: str) -> corpora.Recipe:
@@ -73,12 +75,12 @@ def test_lines_do_not_depend_on_the_block_size(
     expected = text.split("\n")
     if expected[-1] == "":
         expected.pop()
-    before = corpora.BLOCK_BYTES
+    before = text_lines.BLOCK_BYTES
     try:
-        corpora.BLOCK_BYTES = size
+        text_lines.BLOCK_BYTES = size
         assert list(lines(path)) == list(enumerate(expected, 1))
     finally:
-        corpora.BLOCK_BYTES = before
+        text_lines.BLOCK_BYTES = before
 
 
 def test_any_run_of_blank_lines_is_one_break_and_the_last_document_counts(tmp_path: Path) -> None:
@@ -114,7 +116,7 @@ def test_bytes_that_are_not_utf_8_are_named_or_replaced(tmp_path: Path) -> None:
 
 
 def test_the_line_of_bad_bytes_is_right_beyond_the_first_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpora, "BLOCK_BYTES", 7)
+    monkeypatch.setattr(text_lines, "BLOCK_BYTES", 7)
     with pytest.raises(UserError, match="line 41 is not UTF-8: byte 0xfe at byte 6"):
         one_file(tmp_path, b"abc\n" * 40 + b"hello\xfe\n")
 
@@ -282,7 +284,7 @@ def parquet(path: Path, **columns: list[object]) -> bytes:
 
 
 def test_parquet_rows_are_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpora, "RECORDS", 2)
+    monkeypatch.setattr(records, "ROWS", 2)
     data = parquet(tmp_path / "a", text=["One.\nTwo.", None, "Drei. Vier.", "", "汉。"], n=[1, 2, 3, 4, 5])
     assert one_file(tmp_path, data, 'format = "parquet"') == [["One.", "Two."], ["Drei. Vier."], ["汉。"]]
     assert [d.line for d in documents(load_recipe(tmp_path / "recipe.toml"))] == [1, 3, 5]
@@ -343,7 +345,7 @@ def make_articles(root: Path, file_format: str) -> Path:
     return root
 
 
-def tfds_source(folder: Path, root: Path, *settings: str) -> corpora.Recipe:
+def articles(folder: Path, root: Path, *settings: str) -> corpora.Recipe:
     return source(folder, 'format = "tfds"', 'dataset = "articles"', f'data_dir = "{root}"', *settings)
 
 
@@ -351,22 +353,22 @@ def test_tfds_array_record_is_read_without_tensorflow(
     tmp_path: Path, tfds_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "tensorflow" not in sys.modules
-    monkeypatch.setattr(corpora, "RECORDS", 2)
-    found = read(tfds_source(tmp_path, tfds_root, 'sentences = "split"'))
+    monkeypatch.setattr(tfds_source, "RECORDS", 2)
+    found = read(articles(tmp_path, tfds_root, 'sentences = "split"'))
     assert sorted(found) == [[f"Article {i} é.", "Second line.", "It goes on.", "Next."] for i in range(5)]
-    assert found == read(tfds_source(tmp_path, tfds_root / "articles" / "1.2.0", 'sentences = "split"'))
-    titles = tfds_source(tmp_path, tfds_root, 'key = "title"', 'split = "train[:40%]"')
+    assert found == read(articles(tmp_path, tfds_root / "articles" / "1.2.0", 'sentences = "split"'))
+    titles = articles(tmp_path, tfds_root, 'key = "title"', 'split = "train[:40%]"')
     assert len(read(titles)) == 2 and source_names(titles) == ["articles:train[:40%]"]
     assert len(describe(titles)["inputs"][0]["sha256"]) == 64
 
 
 def test_mistakes_in_a_tfds_source_are_named(tmp_path: Path, tfds_root: Path) -> None:
     with pytest.raises(UserError, match=r"split 'test' cannot be read: .*Unknown split"):
-        read(tfds_source(tmp_path, tfds_root, 'split = "test"'))
+        read(articles(tmp_path, tfds_root, 'split = "test"'))
     with pytest.raises(UserError, match="no feature 'txt'; did you mean `text`"):
-        read(tfds_source(tmp_path, tfds_root, 'key = "txt"'))
+        read(articles(tmp_path, tfds_root, 'key = "txt"'))
     with pytest.raises(UserError, match="feature 'id' is not a text"):
-        read(tfds_source(tmp_path, tfds_root, 'key = "id"'))
+        read(articles(tmp_path, tfds_root, 'key = "id"'))
 
 
 @pytest.mark.parametrize("name", ["wikipedia/20230601.en", "wmt14_translate/de-en"])
@@ -390,11 +392,11 @@ def test_a_tfds_set_in_another_format_stops_with_the_command(tmp_path: Path, fil
 
 def test_a_parquet_set_is_copied_to_array_record(tmp_path: Path, tfds_root: Path) -> None:
     make_articles(tmp_path, "parquet")
-    found = tfds_source(tmp_path, tmp_path)
+    found = articles(tmp_path, tmp_path)
     with pytest.raises(UserError, match="in the format parquet"):
         read(found)
     tfds_prepare.copy_parquet(tmp_path / "articles" / "1.2.0")
-    assert read(found) == read(tfds_source(tmp_path, tfds_root))
+    assert read(found) == read(articles(tmp_path, tfds_root))
 
 
 def test_a_tfds_set_with_a_missing_or_cut_file_is_an_error(tmp_path: Path, tfds_root: Path) -> None:
@@ -408,7 +410,7 @@ def test_a_tfds_set_with_a_missing_or_cut_file_is_an_error(tmp_path: Path, tfds_
         else:
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
         with pytest.raises(UserError, match=r"articles/1\.2\.0"):
-            read(tfds_source(tmp_path, root))
+            read(articles(tmp_path, root))
 
 
 def test_the_tfds_command_says_that_tensorflow_is_missing(

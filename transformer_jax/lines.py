@@ -1,0 +1,77 @@
+"""The lines of a UTF-8 file, plain or gzip, read by blocks.
+
+Only LF or CRLF ends a line; a lone CR is a space; a byte order mark at the start of a file is dropped.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from transformer_jax.config import UserError
+
+BLOCK_BYTES = 1 << 20
+
+
+def lines(path: Path, encoding_errors: str = "strict") -> Iterator[tuple[int, str]]:
+    """The lines of a UTF-8 file (gzip if the name ends in .gz), numbered from 1, read by blocks.
+
+    Raises:
+      UserError: a file that is missing, cut short or broken, or bytes that are not UTF-8 (file, line and byte named).
+    """
+    number = 1
+    rest: list[bytes] = []  # pieces of a line longer than a block
+    try:
+        with _open(path) as f:
+            head = f.read(3)
+            block = b"" if head == b"\xef\xbb\xbf" else head
+            while True:
+                more = f.read(BLOCK_BYTES)
+                block += more
+                end = block.rfind(b"\n") + 1 if more else len(block)
+                if end or not more:
+                    text = _decode(b"".join([*rest, block[:end]]), path, number, encoding_errors)
+                    rest = [block[end:]]
+                    found = one_line_end(text).split("\n")
+                    if found[-1] == "":
+                        found.pop()
+                    for line in found:
+                        yield number, line
+                        number += 1
+                else:
+                    rest.append(block)
+                if not more:
+                    return
+                block = b""
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except EOFError:
+        raise UserError(f"{path}: the gzip file ends too early (a part of it is missing); get it again") from None
+    except (gzip.BadGzipFile, zlib.error) as e:
+        raise UserError(f"{path}: not a whole gzip file: {e}") from None
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read: {e.strerror or e}") from None
+
+
+def _open(path: Path) -> BinaryIO:
+    return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")  # type: ignore[return-value]
+
+
+def one_line_end(text: str) -> str:
+    """CRLF becomes LF, a lone CR a space."""
+    return text.replace("\r\n", "\n").replace("\r", " ") if "\r" in text else text
+
+
+def _decode(data: bytes, path: Path, first_line: int, errors: str) -> str:
+    try:
+        return data.decode("utf-8", errors)
+    except UnicodeDecodeError as e:
+        line = first_line + data.count(b"\n", 0, e.start)
+        column = e.start - (data.rfind(b"\n", 0, e.start) + 1) + 1
+        raise UserError(
+            f"{path}: line {line} is not UTF-8: byte 0x{data[e.start]:02x} at byte {column} of the line; convert the "
+            'file to UTF-8, or set `encoding_errors = "replace"` for this source'
+        ) from None
