@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from bert_jax.config import BertConfig
 from transformer_jax import dropout, masks
 from transformer_jax.config import ConfigError
-from transformer_jax.layers import ACTIVATIONS, Dense, Embedding, LayerNorm, compute_dtype, partitioned, wide_dtype
+from transformer_jax.embeddings import BertEmbeddings
+from transformer_jax.layers import ACTIVATIONS, Dense, LayerNorm, compute_dtype, partitioned, wide_dtype
 from transformer_jax.model import Encoder, encoder_flops
 from transformer_jax.sharding import split_rows
 
@@ -27,33 +28,6 @@ class BertOutput(TypedDict):
     pooled_output_BSH: jax.Array
     mlm_logits_BPV: jax.Array
     nsp_logits_BS2: jax.Array
-
-
-class Embeddings(nn.Module):
-    """Sum of word, position and token-type embeddings, then norm and dropout."""
-
-    config: BertConfig
-
-    def setup(self) -> None:
-        c = self.config
-        self.word = Embedding(c.padded_vocab_size, "vocab", c, used=c.vocab_size)
-        self.position = Embedding(c.max_position_embeddings, "position", c)
-        self.token_type = Embedding(c.type_vocab_size, "type", c)
-        self.norm = LayerNorm(c)
-
-    def __call__(
-        self,
-        input_ids_BL: jax.Array,
-        token_type_ids_BL: jax.Array,
-        position_ids_BL: jax.Array,
-        randomness: dropout.Randomness | None,
-    ) -> jax.Array:
-        x_BLH = self.word(input_ids_BL) + self.position(position_ids_BL) + self.token_type(token_type_ids_BL)
-        return dropout.dropout(self.norm(x_BLH), self.config.hidden_dropout_prob, randomness, EMBEDDING_SITE)
-
-    def scores(self, x_BPH: jax.Array) -> jax.Array:
-        """Scores of x against each word embedding, float32 [B, P, Vpadded]."""
-        return self.word.attend(x_BPH)
 
 
 class MaskedLMTransform(nn.Module):
@@ -86,7 +60,9 @@ class BertForPreTraining(nn.Module):
         c = self.config
         if c.vocab_size < 1:
             raise ConfigError("model.vocab_size is 0; prepare the data first, or set it to the vocabulary's size")
-        self.embeddings = Embeddings(c)
+        self.embeddings = BertEmbeddings(
+            c, c.vocab_size, c.padded_vocab_size, c.max_position_embeddings, c.type_vocab_size
+        )
         self.encoder = Encoder(c)
         self.pooler = Dense(c.hidden_size, ("embed", "mlp"), c)
         self.mlm = MaskedLMTransform(c)
@@ -127,7 +103,7 @@ class BertForPreTraining(nn.Module):
         if dropout_key is not None:
             rows_B = jnp.arange(input_ids.shape[0], dtype=jnp.int32) if row_ids is None else row_ids
             randomness = dropout.randomness(dropout_key, rows_B, self.config.dropout_generator)
-        x_BLH = self.embeddings(input_ids, token_type_ids, position_ids, randomness)
+        x_BLH = self.embeddings(input_ids, token_type_ids, position_ids, randomness, EMBEDDING_SITE)
         x_BLH = self.encoder(x_BLH, sequence_ids, randomness, ENCODER_SITE)
         if cls_positions is None:
             cls_positions = jnp.zeros((input_ids.shape[0], 1), jnp.int32)

@@ -47,4 +47,4 @@ def test_the_mask_of_a_batch_padded_twice_still_sums_to_the_true_lengths() -> No
 
 
 def test_causal() -> None:
-    assert masks.causal(3).astype(int).tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert masks.causal(3, 3).astype(int).tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]

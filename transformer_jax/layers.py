@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -51,6 +51,12 @@ def truncated_normal(stddev: float) -> nn.initializers.Initializer:
         return jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype) * stddev
 
     return init
+
+
+def glorot_uniform(key: jax.Array, shape: tuple[int, int], dtype: jnp.dtype) -> jax.Array:
+    """Uniform numbers of a kernel [in, out], of variance 2 / (in + out) (Glorot and Bengio 2010, section 4.2.1)."""
+    limit = math.sqrt(6.0 / sum(shape))
+    return jax.random.uniform(key, shape, dtype, -limit, limit)
 
 
 def partitioned(init: nn.initializers.Initializer, *axes: str) -> Callable[..., Any]:
@@ -201,7 +207,8 @@ class Dense(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         dtype = compute_dtype(self.config)
-        kernel_init = partitioned(truncated_normal(self.config.initializer_range), *self.axes)
+        normal = truncated_normal(self.config.initializer_range)
+        kernel_init = partitioned(glorot_uniform if self.config.glorot_kernels else normal, *self.axes)
         bias_init = partitioned(nn.initializers.zeros, self.axes[1])
         kernel = self.param("kernel", kernel_init, (x.shape[-1], self.features), wide_dtype(dtype))
         bias = self.param("bias", bias_init, (self.features,), wide_dtype(dtype))
@@ -216,9 +223,12 @@ class Embedding(nn.Module):
     axis: str
     config: EncoderConfig
     used: int | None = None
+    zero_unused: bool = False
+    """Rows past `used` are zero vectors when looked up, whatever they hold, and get no gradient from that."""
 
     def setup(self) -> None:
-        normal = truncated_normal(self.config.initializer_range)
+        glorot = self.config.glorot_kernels
+        normal = truncated_normal(self.config.hidden_size**-0.5 if glorot else self.config.initializer_range)
         used = self.rows if self.used is None else self.used
 
         def init(key: jax.Array, shape: tuple[int, int], dtype: jnp.dtype) -> jax.Array:
@@ -235,7 +245,11 @@ class Embedding(nn.Module):
     def __call__(self, ids_BL: jax.Array) -> jax.Array:
         """Rows of the table, [B, L, H]; an id out of range gives NaN, which the training step notices."""
         table = whole_vectors(self.embedding)
-        return split_rows(jnp.take(table, ids_BL, axis=0, mode="fill")).astype(compute_dtype(self.config))
+        x_BLH = split_rows(jnp.take(table, ids_BL, axis=0, mode="fill")).astype(compute_dtype(self.config))
+        if self.zero_unused:
+            used = self.rows if self.used is None else self.used
+            x_BLH = jnp.where(((ids_BL >= used) & (ids_BL < self.rows))[..., None], 0, x_BLH)
+        return x_BLH
 
     def attend(self, x_BPH: jax.Array) -> jax.Array:
         """Scores of x against each row, float32 [B, P, rows]."""
@@ -288,18 +302,20 @@ def attention(
     query_ids_BL: jax.Array,
     key_ids_BM: jax.Array,
     *,
+    causal: bool = False,
     dropout_rate: float = 0.0,
     randomness: Randomness | None = None,
     site: jax.Array | int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Scaled dot-product attention (Vaswani et al. 2017, section 3.2.1) within each sequence of a row.
 
-    The plain form, the reference for any kernel. The mask is compared from sequence ids where it is used, so it fuses
-    into the softmax and is never stored.
+    The plain form, the reference for any kernel. The mask is compared from sequence ids (and places) where it is used,
+    so it fuses into the softmax and is never stored.
 
     Args:
       query_ids_BL, key_ids_BM: int32 sequence numbers, 0 for padding. A query with nothing to attend to (padding)
         gets the plain mean of all values: finite, and read by no one.
+      causal: only keys at or before the query's own place in the row.
 
     Returns:
       context [B, L, N, D] in the dtype of the values, and the weights before dropout, float32 [B, N, L, M].
@@ -307,7 +323,10 @@ def attention(
     # Scaling the queries costs less than scaling the scores.
     query_BLND = query_BLND * (1.0 / math.sqrt(query_BLND.shape[-1]))
     scores_BNLM = wide_einsum("BLND,BMND->BNLM", query_BLND, key_BMND)
-    allowed_B1LM = masks.same_sequence(query_ids_BL, key_ids_BM)[:, None, :, :]
+    allowed_BLM = masks.same_sequence(query_ids_BL, key_ids_BM)
+    if causal:
+        allowed_BLM = allowed_BLM & masks.causal(*allowed_BLM.shape[1:])[None]
+    allowed_B1LM = allowed_BLM[:, None, :, :]
     scores_BNLM = jnp.where(allowed_B1LM, scores_BNLM, masks.FORBIDDEN)
     top_BNL1 = jax.lax.stop_gradient(scores_BNLM.max(-1, keepdims=True))
     exp_BNLM = jnp.exp(scores_BNLM - top_BNL1)
@@ -316,38 +335,112 @@ def attention(
     return jnp.einsum("BNLM,BMND->BLND", kept_BNLM, value_BMND), weights_BNLM
 
 
-class SelfAttention(nn.Module):
-    """Multi-head self-attention with separate query, key and value products and an output product.
+class KeysValues(NamedTuple):
+    """What queries attend to: [B, M, N, D] each, or [B, K, T, N, D] for the beams of a decoder."""
 
-    One product for all three, then a split, was slower on CPU and TPU.
+    key: jax.Array
+    value: jax.Array
+
+
+class Attention(nn.Module):
+    """Multi-head attention with separate query, key and value products and an output product.
+
+    One product for all three of self-attention, then a split, was slower on CPU and TPU.
     """
 
     config: EncoderConfig
+    causal: bool = False
 
-    @nn.compact
-    def __call__(
-        self, x_BLH: jax.Array, sequence_ids_BL: jax.Array, randomness: Randomness | None, site: jax.Array | int
-    ) -> jax.Array:
+    def setup(self) -> None:
         c = self.config
-        heads = (*x_BLH.shape[:2], c.num_attention_heads, c.head_dim)
+        self.query = Dense(c.hidden_size, ("embed", "heads"), c)
+        self.key = Dense(c.hidden_size, ("embed", "heads"), c)
+        self.value = Dense(c.hidden_size, ("embed", "heads"), c)
+        self.output = Dense(c.hidden_size, ("heads", "embed"), c)
 
-        def project(name: str) -> jax.Array:
-            dense = Dense(c.hidden_size, ("embed", "heads"), c, name=name)
-            return checkpoint_name(dense(x_BLH).reshape(heads), name)
+    def __call__(
+        self,
+        x_BLH: jax.Array,
+        memory_BMH: jax.Array,
+        query_ids_BL: jax.Array,
+        key_ids_BM: jax.Array,
+        randomness: Randomness | None,
+        site: jax.Array | int,
+    ) -> jax.Array:
+        """What each position of x gathers from the positions of its sequence in memory; for self-attention that is x.
 
-        context_BLND, weights_BNLL = attention(
-            project("query"),
-            project("key"),
-            project("value"),
-            sequence_ids_BL,
-            sequence_ids_BL,
-            dropout_rate=c.attention_probs_dropout_prob,
+        Args:
+          query_ids_BL, key_ids_BM: int32 sequence numbers, 0 for padding.
+          site: the dropout site of the weights.
+        """
+        return self.attend(x_BLH, self.keys_values(memory_BMH), query_ids_BL, key_ids_BM, randomness, site)
+
+    def keys_values(self, memory_BMH: jax.Array) -> KeysValues:
+        """The keys and values of each position, [B, M, N, D]."""
+        return KeysValues(
+            key=checkpoint_name(self._heads(self.key(memory_BMH)), "key"),
+            value=checkpoint_name(self._heads(self.value(memory_BMH)), "value"),
+        )
+
+    def attend(
+        self,
+        x_BLH: jax.Array,
+        memory: KeysValues,
+        query_ids_BL: jax.Array,
+        key_ids_BM: jax.Array,
+        randomness: Randomness | None = None,
+        site: jax.Array | int = 0,
+    ) -> jax.Array:
+        """As `__call__`, from keys and values that are there already."""
+        context_BLND, weights_BNLM = attention(
+            checkpoint_name(self._heads(self.query(x_BLH)), "query"),
+            memory.key,
+            memory.value,
+            query_ids_BL,
+            key_ids_BM,
+            causal=self.causal,
+            dropout_rate=self.config.attention_probs_dropout_prob,
             randomness=randomness,
             site=site,
         )
-        self.sow("intermediates", "attention_weights", weights_BNLL)
-        context_BLH = checkpoint_name(context_BLND.reshape(x_BLH.shape), "context")
-        return Dense(c.hidden_size, ("heads", "embed"), c, name="output")(context_BLH)
+        self.sow("intermediates", "attention_weights", weights_BNLM)
+        return self.output(checkpoint_name(context_BLND.reshape(x_BLH.shape), "context"))
+
+    def step(self, x_BKH: jax.Array, cache: KeysValues, position: jax.Array) -> tuple[jax.Array, KeysValues]:
+        """Self-attention of one position of each beam to itself and the positions before it, which the cache holds.
+
+        Args:
+          cache: [B, K, T, N, D]; what lies past `position` has no influence.
+          position: int32, of all rows [] or of each [B]; 0 to T - 1.
+
+        Returns:
+          y_BKH, and the cache with this position written.
+        """
+        rows, beams, slots = cache.key.shape[:3]
+        new = KeysValues(self._heads(self.key(x_BKH)), self._heads(self.value(x_BKH)))
+        cache = jax.tree.map(lambda c_BKTND, x_BKND: write_slot(c_BKTND, x_BKND, position), cache, new)
+        seen_BT = jnp.broadcast_to(
+            jnp.arange(slots, dtype=jnp.int32)[None, :] <= jnp.reshape(position, (-1, 1)), (rows, slots)
+        )
+        # Each beam has keys of its own, so for this attention it is a row of its own.
+        one_X1 = jnp.ones((rows * beams, 1), jnp.int32)
+        seen_XT = jnp.repeat(seen_BT.astype(jnp.int32), beams, axis=0)
+        query_X1ND = self._heads(self.query(x_BKH)).reshape(rows * beams, 1, *cache.key.shape[3:])
+        key_XTND, value_XTND = (c.reshape(rows * beams, *c.shape[2:]) for c in cache)
+        context_X1ND, _ = attention(query_X1ND, key_XTND, value_XTND, one_X1, seen_XT)
+        return self.output(context_X1ND.reshape(x_BKH.shape)), cache
+
+    def _heads(self, x_BLH: jax.Array) -> jax.Array:
+        return x_BLH.reshape(*x_BLH.shape[:-1], self.config.num_attention_heads, self.config.head_dim)
+
+
+def write_slot(cache_BKTND: jax.Array, x_BKND: jax.Array, position: jax.Array) -> jax.Array:
+    """The cache with x at `position` of axis T: one int32 for all rows [], or one for each [B]."""
+    x_BK1ND = x_BKND[:, :, None]
+    if position.ndim == 0:
+        return jax.lax.dynamic_update_slice_in_dim(cache_BKTND, x_BK1ND, position, axis=2)
+    write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
+    return jax.vmap(write)(cache_BKTND, x_BK1ND, position)
 
 
 class FeedForward(nn.Module):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 FORBIDDEN = -1e9
 """Score of a pair that may not attend. Finite, so that a position with nothing to attend to gives no NaN."""
@@ -30,6 +29,10 @@ def same_sequence(query_ids_BL: jax.Array, key_ids_BM: jax.Array) -> jax.Array:
     return (query_BL1 == key_B1M) & (key_B1M != 0)
 
 
-def causal(length: int) -> np.ndarray:
-    """bool [L, L]: a query may attend to keys at or before its own position."""
-    return np.tril(np.ones((length, length), bool))
+def causal(queries: int, keys: int) -> jax.Array:
+    """bool [queries, keys]: a query may attend to keys at or before its own place, places counted within the row.
+
+    With `same_sequence` that is causal attention within each sequence, since a sequence lies in one piece.
+    """
+    shape = (queries, keys)
+    return jax.lax.broadcasted_iota(jnp.int32, shape, 0) >= jax.lax.broadcasted_iota(jnp.int32, shape, 1)
