@@ -65,3 +65,45 @@ def test_huge_and_half_precision_logits_stay_finite_and_the_sums_are_float32() -
     assert float(loss_sum) == 0
     loss_sum, weight_sum = losses.weighted_cross_entropy(logits.clip(-6e4).astype(jnp.float16), labels, weights)
     assert loss_sum.dtype == weight_sum.dtype == jnp.float32 and np.isfinite(float(loss_sum))
+
+
+def smoothed_by_hand(labels: np.ndarray, smoothing: float, predictable: int) -> tuple[np.ndarray, np.ndarray]:
+    """Minus the sum over v of q_v log p_v with q written out, and its gradient; softmax over what can be predicted."""
+    logits = np.asarray(LOGITS_BPV, np.float64)
+    p = np.where(np.arange(11) < predictable, np.exp(logits), 0)
+    p /= p.sum(-1, keepdims=True)
+    q = np.zeros_like(logits)
+    q[..., :predictable] = smoothing / predictable
+    for index in np.ndindex(labels.shape):
+        q[*index, labels[index]] += 1 - smoothing
+    np.testing.assert_allclose(q.sum(-1), 1)
+    return -np.where(q > 0, q * np.log(np.where(p > 0, p, 1)), 0).sum(-1), p - q
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
+@pytest.mark.parametrize("predictable", [11, 7])
+def test_label_smoothing_follows_its_formula_forward_and_backward(smoothing: float, predictable: int) -> None:
+    """C061: 1 - e on the label plus e / V on each of the V entries that can be predicted, and none on any other."""
+    labels = np.asarray(LABELS_BP) % predictable
+    logits_BPV = jnp.where(jnp.arange(11)[None, None] < predictable, LOGITS_BPV, -1e9)
+    losses_BP, expected_BPV = smoothed_by_hand(labels, smoothing, predictable)
+
+    def total(x_BPV: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        smoothed, plain, count = losses.smoothed_cross_entropy(
+            x_BPV, jnp.asarray(labels), WEIGHTS_BP, smoothing, predictable
+        )
+        return smoothed, (plain, count)
+
+    (smoothed, (plain, count)), gradient_BPV = jax.value_and_grad(total, has_aux=True)(logits_BPV)
+    weights = np.asarray(WEIGHTS_BP, np.float64)
+    assert float(smoothed) == pytest.approx((losses_BP * weights).sum(), rel=1e-6)
+    assert float(plain) == pytest.approx((smoothed_by_hand(labels, 0.0, predictable)[0] * weights).sum(), rel=1e-6)
+    assert float(count) == 5.5
+    np.testing.assert_allclose(gradient_BPV, expected_BPV * weights[..., None], rtol=1e-5, atol=1e-6)
+    assert not np.asarray(gradient_BPV)[..., predictable:].any()
+
+
+def test_the_sum_without_smoothing_has_the_gradient_of_the_cross_entropy() -> None:
+    found = jax.grad(lambda x: losses.smoothed_cross_entropy(x, LABELS_BP, WEIGHTS_BP, 0.1, 11)[1])(LOGITS_BPV)
+    expected = jax.grad(lambda x: losses.weighted_cross_entropy(x, LABELS_BP, WEIGHTS_BP)[0])(LOGITS_BPV)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)

@@ -11,11 +11,11 @@ from transformer_jax.config import ConfigError, OptimizerConfig
 
 
 def rates(config, steps):
-    schedule = optim.make_schedule(config, steps)
+    schedule = optim.make_schedule(config, steps, hidden_size=512)
     return np.array([float(schedule(i)) for i in range(steps + 1)])
 
 
-@pytest.mark.parametrize("name", ["linear", "polynomial", "constant"])
+@pytest.mark.parametrize("name", ["linear", "polynomial", "constant", "noam", "inverse_sqrt"])
 @pytest.mark.parametrize("warmup", [0, 1, 3, 10])
 def test_every_rate_of_a_run_is_finite_and_positive(name, warmup):
     """C029: no warm-up from none to the whole run gives a division by zero or a wasted step."""
@@ -31,6 +31,35 @@ def test_rates_are_the_documented_ones():
     expected = 0.8 * np.array([0.25, 0.5, 0.75, 1.0, 6 / 7, 5 / 7, 4 / 7, 3 / 7, 2 / 7, 1 / 7, 0.0])
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     np.testing.assert_allclose(rates(OptimizerConfig(learning_rate=0.8, warmup_steps=10), 10)[9], 0.8, rtol=1e-6)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 3, 10])
+def test_the_rates_with_the_root_of_the_step_are_the_documented_ones(warmup):
+    """C029: equation 3 of arXiv 1706.03762 with t counted from 1, and the same scaled to a peak of learning_rate."""
+    t, w = np.arange(1, 12), max(warmup, 1)
+    noam = 2.0 * 512**-0.5 * np.minimum(t**-0.5, t * w**-1.5)
+    settings = {"learning_rate": 2.0, "warmup_steps": warmup}
+    np.testing.assert_allclose(rates(OptimizerConfig(schedule="noam", **settings), 10), noam, rtol=1e-6)
+    inverse = np.where(t <= warmup, 2.0 * t / w, 2.0 * np.sqrt(w / t))
+    np.testing.assert_allclose(rates(OptimizerConfig(schedule="inverse_sqrt", **settings), 10), inverse, rtol=1e-6)
+    assert inverse.max() == 2.0 == inverse[w - 1]
+
+
+def test_the_paper_schedule_needs_the_width_of_the_model():
+    with pytest.raises(ConfigError, match='"noam" depends on the model'):
+        optim.make(OptimizerConfig(schedule="noam"), 10)
+    peak = optim.make(OptimizerConfig(schedule="noam", learning_rate=1.0, warmup_steps=4), 10, 512).schedule(3)
+    assert float(peak) == pytest.approx((512 * 4) ** -0.5)
+
+
+def test_adam_without_decay_is_adamw_without_decay_and_refuses_any():
+    with pytest.raises(ConfigError, match=r"weight_decay is 0\.01, and adam has none; set it to 0, or use adamw"):
+        OptimizerConfig(name="adam")
+    params, gradients = named_params(), jax.tree.map(lambda x: 0.1 * x, named_params())
+    for name in ("adam", "adamw"):
+        optimizer = optim.make(OptimizerConfig(name=name, weight_decay=0.0, beta2=0.98, epsilon=1e-9), 10)
+        direction, _ = optimizer.update(gradients, optimizer.init(params), params)
+        jax.tree.map(lambda d: np.testing.assert_allclose(d, 1.0, rtol=1e-5), direction)
 
 
 def test_a_schedule_can_be_longer_than_its_phase():

@@ -6,6 +6,8 @@ part in which nothing counts gives 0 and not NaN. Everything is float32 (float64
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -26,6 +28,28 @@ def weighted_cross_entropy(
     logits_XV = _wide(logits_XV)
     weights_X = weights_X.astype(logits_XV.dtype)
     return (weights_X * _cross_entropy(logits_XV, labels_X)).sum(), weights_X.sum()
+
+
+def smoothed_cross_entropy(
+    logits_XV: jax.Array, labels_X: jax.Array, weights_X: jax.Array, smoothing: float, predictable: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Cross-entropy with label smoothing (Szegedy et al. 2016, section 7), and without.
+
+    The target is 1 - smoothing on the label plus smoothing / predictable on each of the first `predictable` entries,
+    the label among them; entries past them (`<pad>` and the padding of the table) get none.
+
+    Args:
+      logits_XV: scores [..., V], those of the entries that cannot be predicted far below all others.
+      labels_X: integers [...] in 0..predictable-1; the value under a zero weight has no influence.
+      weights_X: floats [...].
+
+    Returns:
+      (smoothed_sum, plain_sum, weight_sum), three scalars.
+    """
+    logits_XV = _wide(logits_XV)
+    weights_X = weights_X.astype(logits_XV.dtype)
+    smoothed_X, plain_X = _smoothed_cross_entropy(logits_XV, labels_X, smoothing, predictable)
+    return (weights_X * smoothed_X).sum(), (weights_X * plain_X).sum(), weights_X.sum()
 
 
 def weighted_accuracy(logits_XV: jax.Array, labels_X: jax.Array, weights_X: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -77,6 +101,43 @@ def _cross_entropy_backward(
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _smoothed_cross_entropy(
+    logits_XV: jax.Array, labels_X: jax.Array, smoothing: float, predictable: int
+) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy with each smoothed target and with each label, both [...]."""
+    return _smoothed_cross_entropy_forward(logits_XV, labels_X, smoothing, predictable)[0]
+
+
+def _smoothed_cross_entropy_forward(
+    logits_XV: jax.Array, labels_X: jax.Array, smoothing: float, predictable: int
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
+    plain_X, residuals = _cross_entropy_forward(logits_XV, labels_X)
+    log_normaliser_X = residuals[2]
+    index_XV = jax.lax.broadcasted_iota(jnp.int32, logits_XV.shape, logits_XV.ndim - 1)
+    mean_X = jnp.where(index_XV < predictable, logits_XV, 0).sum(-1) / predictable
+    smoothed_X = (1 - smoothing) * plain_X + smoothing * (log_normaliser_X - mean_X)
+    return (smoothed_X, plain_X), residuals
+
+
+def _smoothed_cross_entropy_backward(
+    smoothing: float,
+    predictable: int,
+    residuals: tuple[jax.Array, jax.Array, jax.Array],
+    g: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, None]:
+    logits_XV, labels_X, log_normaliser_X = residuals
+    g_smoothed_X1, g_plain_X1 = (x[..., None] for x in g)
+    index_XV = jax.lax.broadcasted_iota(labels_X.dtype, logits_XV.shape, logits_XV.ndim - 1)
+    probability_XV = jnp.exp(logits_XV - log_normaliser_X[..., None])
+    label_XV = jnp.where(index_XV == labels_X[..., None], (1 - smoothing) * g_smoothed_X1 + g_plain_X1, 0)
+    spread_XV = jnp.where(index_XV < predictable, (smoothing / predictable) * g_smoothed_X1, 0)
+    return (g_smoothed_X1 + g_plain_X1) * probability_XV - label_XV - spread_XV, None
+
+
+_smoothed_cross_entropy.defvjp(_smoothed_cross_entropy_forward, _smoothed_cross_entropy_backward)
 
 
 def _wide(x: jax.Array) -> jax.Array:

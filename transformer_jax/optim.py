@@ -5,6 +5,7 @@ rate is a pure function of the step that is stored with the checkpoint, and a st
 moments stay as they are.
 
     adamw      Adam with bias correction and decoupled weight decay (arXiv 1711.05101)
+    adam       the same without weight decay (Vaswani et al. 2017, section 5.3, with its betas and epsilon)
     bert_adam  the 2018 BERT code: the same without bias correction, so that with its betas the first step is 3.16
                times as long
     lamb       Adam's direction with decay, scaled for each tensor by norm(weights) / norm(direction) (arXiv 1904.00962,
@@ -41,8 +42,11 @@ class Optimizer(NamedTuple):
         return self.transformation.update(gradients, state, params)
 
 
-def make(config: OptimizerConfig, steps: int) -> Optimizer:
+def make(config: OptimizerConfig, steps: int, hidden_size: int = 0) -> Optimizer:
     """The optimizer that a run file asks for, for a run of `steps` steps.
+
+    Args:
+      hidden_size: the model's, which the noam schedule is scaled by; no other needs it.
 
     Raises:
       ConfigError: a warm-up longer than the run, or numbers outside their range.
@@ -62,21 +66,33 @@ def make(config: OptimizerConfig, steps: int) -> Optimizer:
         if not 0.0 < getattr(config, name) < math.inf:
             raise ConfigError(f"optimizer.{name} is {getattr(config, name)}; it must be a number above 0")
     adam = scale_by_adam(config.beta1, config.beta2, config.epsilon, corrected=config.name != "bert_adam")
+    if config.schedule == "noam" and hidden_size < 1:
+        raise ConfigError('optimizer.schedule "noam" depends on the model\'s width, which this task does not give')
     parts = [adam, optax.add_decayed_weights(config.weight_decay, mask=decay_mask)]
     if config.name == "lamb":
         parts.append(optax.masked(optax.scale_by_trust_ratio(), decay_mask))
-    return Optimizer(optax.chain(*parts), make_schedule(config, total_steps))
+    return Optimizer(optax.chain(*parts), make_schedule(config, total_steps, hidden_size))
 
 
-def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
+def make_schedule(config: OptimizerConfig, total_steps: int, hidden_size: int = 1) -> Schedule:
     """The learning rate of step 0, 1, ... (float32), finite and positive for each step of the run.
 
     With t = step + 1, W warm-up steps and N steps in all: learning_rate * t / W up to t = W, then
     learning_rate * ((N + 1 - t) / (N + 1 - W)) ** power. So the first step has 1/W of the peak, step W - 1 the peak,
     the last step a little above zero, and no step is wasted on a rate of 0 (the 2018 code and Hugging Face start with
     one, so that their step i + 1 has about the rate of our step i).
+
+    Two more fall with the root of the step, whatever N is; W counts as 1 where it is 0:
+
+        inverse_sqrt  learning_rate * min(t / W, sqrt(W / t))
+        noam          learning_rate * hidden_size^-0.5 * min(t^-0.5, t * W^-1.5) (Vaswani et al. 2017, equation 3):
+                      the same with a peak of learning_rate / sqrt(hidden_size * W)
     """
     warmup, peak = config.warmup_steps, config.learning_rate
+    if config.schedule in ("noam", "inverse_sqrt"):
+        least = max(warmup, 1)
+        peak = peak * (hidden_size * least) ** -0.5 if config.schedule == "noam" else peak
+        return lambda step: _inverse_root(peak, least, jnp.asarray(step, jnp.float32) + 1.0)
     power = {"linear": 1.0, "polynomial": config.power, "constant": 0.0}[config.schedule]
 
     def schedule(step: jax.Array | int) -> jax.Array:
@@ -86,6 +102,10 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
         return jnp.asarray(peak, jnp.float32) * jnp.where(t <= warmup, rising, left**power)
 
     return schedule
+
+
+def _inverse_root(peak: float, warmup: int, t: jax.Array) -> jax.Array:
+    return jnp.asarray(peak, jnp.float32) * jnp.minimum(t / warmup, jnp.sqrt(warmup / t))
 
 
 def decay_mask(params: Params) -> Params:
