@@ -112,6 +112,10 @@ def _pretrain(args: argparse.Namespace, rest: list[str]) -> int:
     config = run_file.load_run(args.run, rest)
     if args.keys:
         run_file.override(config, ["--help"])
+    from transformer_jax import allocator
+
+    if allocator.on_cpu():
+        allocator.keep_freed_memory()
     from bert_jax.pretrain import pretrain
     from bert_jax.run_page import write_run_page
     from transformer_jax.report import quiet_libraries

@@ -55,6 +55,10 @@ def main() -> None:
         os.environ["NPROC"] = str(options.threads)  # the size of XLA's thread pool, read once
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
 
+    from transformer_jax import allocator
+
+    allocator.keep_freed_memory()  # as the command does
+
     import jax
 
     from bert_jax import examples as limits
