@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from transformer_jax import chunks, corpora, data_report, prepare, shards
+from transformer_jax import chunks, corpora, data_report, preparation, prepare, shards
 from transformer_jax.config import UserError
 from transformer_jax.shards import Shards
 from transformer_jax.tokenizer import WordPiece
@@ -359,7 +359,7 @@ def test_a_script_that_turns_into_unknown_pieces_stops_preparation_by_name(tmp_p
 
 
 def test_a_hopeless_script_stops_preparation_early(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "HOPELESS_MIN_PIECES", 50)
+    monkeypatch.setattr(preparation, "HOPELESS_MIN_PIECES", 50)
     read = []
 
     def documents():

@@ -76,9 +76,9 @@ def test_scripts_above_the_limit_are_named_with_examples_but_traces_are_not() ->
         counter.add_unknown(wp, "ภาษาไทย 漢")
     found = counter.above(0.01)
     assert [name for name, _ in found] == ["Han", "Thai"]
-    message = scripts.message_above(found, 0.01)
+    message = scripts.message_above(found, 0.01, "what to do")
     assert "Thai: 10 of 10 pieces are [UNK] (100.00%), such as 'ภาษาไทย', 'ไทย'" in message
-    assert 'pre_splitter = "characters"' in message
+    assert message.endswith("\nwhat to do")
 
 
 def test_characters_of_thai_are_cut_with_their_marks_and_stacks_whole() -> None:

@@ -10,7 +10,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -21,18 +20,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol
 
 from transformer_jax import shards
 from transformer_jax.config import UserError
-from transformer_jax.prepared_folder import CHUNKS, SPLITS, disk_errors, read_json
-from transformer_jax.scripts import ScriptCount, UnknownCounter
+from transformer_jax.prepared_folder import CHUNKS, disk_errors, read_json
+from transformer_jax.shards import ShardArrays
 
 if TYPE_CHECKING:
     from transformer_jax.corpora import Document
-    from transformer_jax.tokenizer import WordPiece
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +43,50 @@ class Chunk:
     text_bytes: int
 
 
+class Scheme(Protocol):
+    """What becomes of one kind of document. It travels to the encoding processes."""
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of the splits that documents go to."""
+        ...
+
+    @property
+    def key(self) -> Any:
+        """What the encoded form depends on besides text and tokenizer, as JSON."""
+        ...
+
+    @property
+    def advice(self) -> str:
+        """What to do about unknown pieces, for the message."""
+        ...
+
+    def split_of(self, document: Sequence[str], source: int, own_hash: int) -> str:
+        """The split of a document, given the index of its input file and the hash of its text."""
+        ...
+
+    def check_counts(self, counts: Mapping[str, int]) -> None:
+        """Raises UserError where the documents of the splits are too few to use."""
+        ...
+
+    def load_tokenizer(self, folder: Path) -> Any:
+        """What `encode` needs, from the folder it was saved in; it has files, digest and vocab_size."""
+        ...
+
+    def encode(self, tokenizer: Any, chunk: Chunk) -> tuple[dict[str, ShardArrays], dict[str, Any]]:
+        """The arrays of each split that has any, and what was counted on the way, as JSON.
+
+        Counts have `unknown`, as `UnknownCounter.to_dict` gives it.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What an encoder needs to know besides the tokenizer."""
 
     out: Path
-    heldout: float
-    word_sources: tuple[bool, ...]
-    """For each input file whether whitespace in it bounds words, so that words.npy is written."""
+    scheme: Scheme
     key: str
     """Digest of tokenizer and settings: a chunk made with another key is made again."""
 
@@ -123,25 +155,16 @@ def finished_chunk(settings: Settings, chunk: Chunk) -> dict[str, Any] | None:
     return record if whole else None
 
 
-def encode_chunk(tokenizer: WordPiece, settings: Settings, chunk: Chunk) -> dict[str, Any]:
+def encode_chunk(tokenizer: Any, settings: Settings, chunk: Chunk) -> dict[str, Any]:
     """Encode a chunk, write its shards and then its sidecar, which is returned."""
     with disk_errors(settings.out):
         chunk_path(settings.out, chunk.index).unlink(missing_ok=True)
-        unknown = UnknownCounter()
-        sides: dict[str, _Columns] = {split: _Columns() for split in SPLITS}
-        empty = 0
-        for text, source, own_hash in zip(chunk.documents, chunk.sources, chunk.hashes, strict=True):
-            side = sides["heldout" if is_heldout(own_hash, settings.heldout) else "train"]
-            side.pending.append((text, source, own_hash))
-            side.pending_chars += sum(map(len, text))
-            if side.pending_chars >= 1 << 18:
-                empty += side.encode_pending(tokenizer, settings, unknown)
+        arrays, counted = settings.scheme.encode(tokenizer, chunk)
         entries = {}
-        for split, side in sides.items():
-            empty += side.encode_pending(tokenizer, settings, unknown)
+        for split in settings.scheme.splits:
             name = f"{split}-{chunk.index:05d}"
-            if side.hashes:
-                entries[split] = shards.write_shard(settings.out, name, side.arrays(), tokenizer.vocab_size)
+            if split in arrays:
+                entries[split] = shards.write_shard(settings.out, name, arrays[split], tokenizer.vocab_size)
             elif (settings.out / name).exists():
                 shutil.rmtree(settings.out / name)
         record = {
@@ -149,108 +172,22 @@ def encode_chunk(tokenizer: WordPiece, settings: Settings, chunk: Chunk) -> dict
             "text": chunk.digest,
             "settings": settings.key,
             "shards": entries,
-            "empty_documents": empty,
-            "unknown": unknown.to_dict(),
+            **counted,
         }
         shards.write_atomically(chunk_path(settings.out, chunk.index), json.dumps(record, indent=1) + "\n")
     return record
 
 
-class _Columns:
-    """One split's share of a chunk while it is being encoded, a few hundred kilobytes of text at a time."""
-
-    def __init__(self) -> None:
-        self.pending: list[tuple[list[str], int, int]] = []
-        self.pending_chars = 0
-        self.tokens: list[np.ndarray] = []
-        self.words: list[np.ndarray] = []
-        self.sentence_lengths: list[np.ndarray] = []
-        self.document_lengths: list[int] = []
-        self.sources: list[int] = []
-        self.hashes: list[int] = []
-
-    def encode_pending(self, tokenizer: WordPiece, settings: Settings, unknown: UnknownCounter) -> int:
-        """Encode what waits; sentences without pieces and documents without sentences go. Returns documents gone."""
-        pending, self.pending, self.pending_chars = self.pending, [], 0
-        sentences = [sentence for document, _, _ in pending for sentence in document]
-        bounded = np.zeros(len(sentences), dtype=bool)
-        if any(settings.word_sources):
-            bounded[:] = [settings.word_sources[source] for document, source, _ in pending for _ in document]
-        ids, marks = _encode(tokenizer, sentences, bounded)
-        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-        flat = np.fromiter(itertools.chain.from_iterable(ids), np.int64, int(lengths.sum()))
-        if any(settings.word_sources):
-            starts = (~tokenizer.is_continuation_V[flat]).astype(np.uint8)
-            starts[np.repeat(bounded, lengths)] = marks
-            self.words.append(starts)
-        unknown.add_flat(tokenizer, flat)
-        ends = np.cumsum(lengths)
-        for index in np.unique(np.searchsorted(ends, np.flatnonzero(flat == tokenizer.unk_id), side="right")):
-            unknown.add_unknown(tokenizer, sentences[index])
-        self.tokens.append(flat.astype(shards.token_dtype(tokenizer.vocab_size)))
-        self.sentence_lengths.append(lengths[lengths > 0])
-        empty = position = 0
-        for document, source, own_hash in pending:
-            count = int(np.count_nonzero(lengths[position : position + len(document)]))
-            position += len(document)
-            if not count:
-                empty += 1
-                continue
-            self.document_lengths.append(count)
-            self.sources.append(source)
-            self.hashes.append(own_hash)
-        return empty
-
-    def arrays(self) -> shards.ShardArrays:
-        return shards.ShardArrays(
-            tokens=np.concatenate(self.tokens),
-            sentences=np.concatenate([[0], np.cumsum(np.concatenate(self.sentence_lengths))]),
-            documents=np.concatenate([[0], np.cumsum(self.document_lengths)]),
-            sources=np.asarray(self.sources, dtype=np.int64),
-            hashes=np.asarray(self.hashes, dtype=np.uint64),
-            words=np.concatenate(self.words) if self.words else None,
-        )
-
-
-def _encode(
-    tokenizer: WordPiece, sentences: Sequence[str], bounded: np.ndarray
-) -> tuple[Sequence[Sequence[int]], list[bool]]:
-    """Ids of every sentence; and for those whose spaces bound words, one after another, which pieces start a word."""
-    if not bounded.any():
-        return tokenizer.encode_batch(sentences), []
-    plain = iter(tokenizer.encode_batch([s for s, own in zip(sentences, bounded, strict=True) if not own]))
-    ids: list[Sequence[int]] = []
-    marks: list[bool] = []
-    for sentence, own in zip(sentences, bounded, strict=True):
-        if own:
-            pieces, starts = tokenizer.encode_words(sentence)
-            ids.append(pieces)
-            marks += starts
-        else:
-            ids.append(next(plain))
-    return ids, marks
-
-
-def counter_from_dict(counts: Mapping[str, Mapping[str, Any]]) -> UnknownCounter:
-    """What `UnknownCounter.to_dict` gave, as a counter again."""
-    counter = UnknownCounter()
-    for script, count in counts.items():
-        counter.counts[script] = ScriptCount(count["pieces"], count["unknown"], list(count["examples"]))
-    return counter
-
-
 # --- processes
 
-_tokenizer: WordPiece | None = None
+_tokenizer: Any = None
 
 
-def _start_worker(tokenizer_folder: Path) -> None:
+def _start_worker(scheme: Scheme, tokenizer_folder: Path) -> None:
     global _tokenizer
-    from transformer_jax.tokenizer import WordPiece
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the reading process ends the run
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _tokenizer = WordPiece.load(tokenizer_folder)
+    _tokenizer = scheme.load_tokenizer(tokenizer_folder)
 
 
 def _leave_with_parent() -> None:
@@ -272,13 +209,11 @@ def encoder(settings: Settings, workers: int | None) -> Iterator[Callable[[Itera
     count = workers if workers is not None else len(os.sched_getaffinity(0))
     folder = settings.out / shards.TOKENIZER
     if count <= 1:
-        from transformer_jax.tokenizer import WordPiece
-
-        tokenizer = WordPiece.load(folder)
+        tokenizer = settings.scheme.load_tokenizer(folder)
         yield lambda todo: (encode_chunk(tokenizer, settings, chunk) for chunk in todo)
         return
     context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(count, context, _start_worker, (folder,))
+    pool = concurrent.futures.ProcessPoolExecutor(count, context, _start_worker, (settings.scheme, folder))
 
     def encode(todo: Iterable[Chunk]) -> Iterator[dict[str, Any]]:
         running: set[concurrent.futures.Future[dict[str, Any]]] = set()

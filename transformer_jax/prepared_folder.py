@@ -15,7 +15,12 @@ from transformer_jax.config import UserError
 
 CHUNKS = "chunks"
 """Folder of the sidecars of finished chunks, and of what else a preparation needs to go on."""
+KEPT_BESIDE_CHUNKS = ("settings.json", "vocabulary.json", "survey.json", "survey.npy")
+"""The other files in it."""
 SPLITS = ("train", "heldout")
+"""Of documents."""
+ALL_SPLITS = (*SPLITS, "validation", "test")
+"""What shard folders may be named after: of pairs too."""
 
 
 @contextlib.contextmanager
@@ -69,7 +74,7 @@ def remove_made(out: Path) -> None:
 
 def made_shards(out: Path) -> list[Path]:
     """Shard folders, and what is left of half-written ones."""
-    found = [p for split in SPLITS for pattern in (f"{split}-*", f".{split}-*.tmp") for p in out.glob(pattern)]
+    found = [p for split in ALL_SPLITS for pattern in (f"{split}-*", f".{split}-*.tmp") for p in out.glob(pattern)]
     return [path for path in found if path.is_dir()]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -202,6 +202,14 @@ class UnknownCounter:
         order = sorted(self.counts.items(), key=lambda item: (-item[1].pieces, item[0]))
         return {n: {**dataclasses.asdict(c), "rate": c.rate} for n, c in order}
 
+    @classmethod
+    def from_dict(cls, counts: Mapping[str, Mapping[str, Any]]) -> UnknownCounter:
+        """What `to_dict` gave, as a counter again."""
+        counter = cls()
+        for name, count in counts.items():
+            counter.counts[name] = ScriptCount(count["pieces"], count["unknown"], list(count["examples"]))
+        return counter
+
     def _of(self, name: str) -> ScriptCount:
         return self.counts.setdefault(name, ScriptCount())
 
@@ -212,18 +220,13 @@ class UnknownCounter:
             count.examples = sorted([*count.examples, word])[: self.EXAMPLES]
 
 
-def message_above(found: Sequence[tuple[str, ScriptCount]], limit: float) -> str:
-    """What to tell the user about scripts above the limit: names, rates, examples, and what to change."""
+def message_above(found: Sequence[tuple[str, ScriptCount]], limit: float, advice: str) -> str:
+    """What to tell the user about scripts above the limit: names, rates, examples, and `advice`."""
     lines = [f"too many unknown pieces (limit {limit:.2%}):"]
     for name, count in found:
         shown = ", ".join(repr(w) for w in count.examples)
         lines.append(
             f"  {name}: {count.unknown} of {count.pieces} pieces are [UNK] ({count.rate:.2%}), such as {shown}"
         )
-    if any(name in _WITHOUT_SPACES for name, _ in found):
-        lines.append('Writing without spaces needs a pre-splitter: put `pre_splitter = "characters"` into the recipe.')
-    lines.append(
-        "Otherwise raise tokenizer.limit_alphabet or tokenizer.vocab_size, use a vocabulary that covers the script, or "
-        "raise data.max_unknown_rate if the loss is meant."
-    )
+    lines.append(advice)
     return "\n".join(lines)
