@@ -11,13 +11,14 @@ import tiny_run
 from bert_jax import pretrain as pretraining
 from bert_jax.interop import huggingface
 from bert_jax.pretrain import pretrain
-from bert_jax.run_file import load_run
+from bert_jax.run_file import check_resume, load_run
 from bert_jax.run_page import write_run_page
 from transformer_jax import checkpoint, sharding
 from transformer_jax import config as core
 from transformer_jax.config import CheckpointConfig, ConfigError, UserError
 from transformer_jax.lock import locked
 from transformer_jax.report import read_records
+from transformer_jax.run import starting_point
 from transformer_jax.shards import write_prepared
 
 MAKE_MESH = sharding.make_mesh
@@ -94,7 +95,7 @@ def test_16_rows_on_8_devices_are_2_a_device(phase_1, tmp_path):
             pretrain(tiny_run.config(tmp_path, train_batch_size=10, **changes))
     assert not (tmp_path / "run").exists()
     run = tiny_run.Run(tiny_run.config(tmp_path, train_batch_size=16, **changes), jax.devices()[:8])
-    lines = pretraining._opening_lines(run.config, run.engine, run.data)
+    lines = pretraining.opening_lines(run.config, run.engine, run.data)
     assert "batch 16 rows of 32: 16 per host, 2 per device" in lines
 
 
@@ -112,7 +113,9 @@ def start(config):
     engine = pretraining.make_engine(config, pretraining.sharding.make_mesh(config.mesh))
     data = pretraining.PretrainingData(shards, config.examples, config.train.seed)
     checkpoints = checkpoint.Checkpoints(pretraining.Path(config.run_dir) / "checkpoints", CheckpointConfig())
-    return pretraining.starting_point(config, engine, data, checkpoints, shards), engine
+    digest, begin = shards.tokenizer.digest, pretraining.elsewhere(config, engine, shards)
+    check = lambda stored: check_resume(stored, config, False)  # noqa: E731
+    return starting_point(config, engine, data, checkpoints, digest, check, begin), engine
 
 
 def assert_same(a, b):

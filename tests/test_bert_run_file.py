@@ -128,7 +128,7 @@ def test_the_config_of_the_run_folder_gives_the_same_run_again(tmp_path, monkeyp
     path.write_text('preset = "bert-tiny"\n[data]\nrecipe = "../data/r.toml"\n[tokenizer]\nvocab_file = "v.txt"\n')
     shards = Shards.open(tmp_path / "prepared" / "a", "train")
     config = pretrain.resolve(dataclasses.replace(load_run("launch/a.toml"), run_dir="runs/deep/a"), shards)
-    pretrain._write_run_files(tmp_path / "runs" / "deep" / "a", config, shards)
+    pretrain.write_run_files(tmp_path / "runs" / "deep" / "a", config, shards)
     again = load_run("runs/deep/a/config.toml")
     assert again == config
     assert again.model.vocab_size == len(tiny_run.VOCAB) and again.data.recipe == "data/r.toml"

@@ -18,7 +18,7 @@ from bert_jax.task import PretrainingTask
 from transformer_jax import optim, sharding, train
 from transformer_jax.checkpoint import Checkpoints
 from transformer_jax.checkpoint import steps as complete_steps
-from transformer_jax.config import CheckpointConfig, MeshConfig, OptimizerConfig, TrainConfig, UserError
+from transformer_jax.config import CheckpointConfig, ConfigError, MeshConfig, OptimizerConfig, TrainConfig, UserError
 from transformer_jax.optim import Optimizer
 from transformer_jax.report import Reporter, read_records
 from transformer_jax.train import Engine, TrainState
@@ -90,7 +90,17 @@ class Flag:
         return self.raised
 
 
-def run(folder, engine=None, data=None, evaluation=None, save_every=0, stop=None, on_step=lambda s, v: None, **keep):
+def run(
+    folder,
+    engine=None,
+    data=None,
+    evaluation=None,
+    save_every=0,
+    stop=None,
+    on_step=lambda s, v: None,
+    validation=None,
+    **keep,
+):
     """Train in `folder`, going on from its newest checkpoint; returns the result."""
     engine = engine or toy_engine()
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(**{"keep_last": 99, **keep}))
@@ -114,6 +124,7 @@ def run(folder, engine=None, data=None, evaluation=None, save_every=0, stop=None
                 first_row=row,
                 resumed=resumed,
                 on_step=on_step,
+                validation=validation,
             )
     finally:
         checkpoints.close()
@@ -421,6 +432,8 @@ def state_at(step, events):
 
 
 class NoCheckpoints:
+    config = CheckpointConfig()
+
     def __init__(self, events):
         self.events = events
 
@@ -490,7 +503,7 @@ def test_a_failed_save_stops_the_run_at_the_next_step(tmp_path, monkeypatch):
         failed.set()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("transformer_jax.checkpoint._write_digests", fail)
+    monkeypatch.setattr("transformer_jax.step_folders.write_digests", fail)
     reached = []
 
     def on_step(step, values):
@@ -595,6 +608,63 @@ def test_an_evaluation_made_up_counts_for_the_best_checkpoint(tmp_path):
     run(tmp_path, toy_engine(**changes), evaluation=ToyData(rows=13))
     digests = json.loads((tmp_path / "checkpoints" / "4" / "digests.json").read_text())
     assert digests["metric"] == held_out_records(tmp_path)[0]["loss"]
+
+
+def scores(every, values, asked, stop=None):
+    """A validation that gives the next of `values` at each call, or raises the stop signal in place of one of None."""
+
+    def score(params, leave):
+        asked.append(params["w"].shape)
+        value = values[len(asked) - 1]
+        if value is None:
+            stop.raised = True
+        return None if leave() else {"bleu": value, "chrf": 2 * value}
+
+    return train.Validation(("bleu", "chrf"), every, score)
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, {4: 1.0, 8: 3.0, 10: 2.0}), (3, {3: 1.0, 6: 3.0, 9: 2.0, 10: 2.5})])
+def test_further_figures_are_part_of_the_evaluation(tmp_path, every, steps):
+    """With every evaluation of the loss, or at steps of their own; the last step has both."""
+    asked = []
+    figures = scores(every, list(steps.values()), asked)
+    changes = {"eval_every": 4, "eval_batch_size": 8}
+    result = run(tmp_path, toy_engine(**changes), evaluation=ToyData(rows=13), validation=figures)
+    records = held_out_records(tmp_path)
+    assert {r["step"]: r["bleu"] for r in records if "bleu" in r} == steps
+    assert [r["step"] for r in records if "loss" in r] == [4, 8, 10]
+    assert {"loss", "bleu", "chrf"} <= set(result.evaluation) and len(asked) == len(steps)
+
+
+def test_the_best_checkpoint_is_kept_by_the_figure_that_is_named(tmp_path):
+    """BLEU is highest at step 4, where it was worth keeping; the loss of this task falls to the end."""
+    policy = {"keep_last": 1, "keep_best": 1, "best_metric": "bleu", "best_is": "highest"}
+    figures = scores(2, [1.0, 3.0, 2.0, 2.5, 0.5], [])
+    run(tmp_path, toy_engine(), evaluation=ToyData(rows=13), save_every=2, validation=figures, **policy)
+    assert complete_steps(tmp_path) == [4, 10]
+
+
+def test_figures_cut_short_by_a_signal_are_made_up(tmp_path):
+    """C037: the signal comes during the translations of step 4."""
+    stop, policy = Flag(), {"keep_best": 1, "best_metric": "bleu", "best_is": "highest"}
+    result = run(tmp_path, validation=scores(4, [None], [], stop), stop=stop, save_every=4, **policy)
+    assert result.interrupted and complete_steps(tmp_path) == [4]
+    run(tmp_path, validation=scores(4, [1.5, 1.0, 0.5], []), save_every=4, **policy)
+    assert [r["bleu"] for r in held_out_records(tmp_path)] == [1.5, 1.0, 0.5]
+    assert json.loads((tmp_path / "checkpoints" / "4" / "digests.json").read_text())["metric"] == 1.5
+
+
+def test_keeping_the_best_by_an_unknown_figure_is_refused_before_the_first_step(tmp_path):
+    with pytest.raises(ConfigError, match=r"best_metric is 'blue', which is no figure .*did you mean `bleu`"):
+        run(
+            tmp_path,
+            evaluation=ToyData(rows=13),
+            validation=scores(0, [], []),
+            on_step=pytest.fail,
+            keep_best=1,
+            best_metric="blue",
+        )
+    assert not complete_steps(tmp_path)
 
 
 def test_a_record_is_there_before_its_checkpoint(tmp_path, monkeypatch):

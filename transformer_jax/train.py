@@ -16,9 +16,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from transformer_jax import config as core
 from transformer_jax import sharding
 from transformer_jax.checkpoint import Checkpoints
-from transformer_jax.config import TrainConfig, UserError
+from transformer_jax.config import CheckpointConfig, ConfigError, TrainConfig, UserError
 from transformer_jax.inputs import prefetch
 from transformer_jax.optim import Optimizer
 from transformer_jax.report import Reporter
@@ -74,6 +75,18 @@ class Evaluation(Protocol):
     num_rows: int
 
     def batch(self, first_row: int, count: int, offset: int = 0) -> dict[str, np.ndarray]: ...
+
+
+class Validation(NamedTuple):
+    """Held-out figures beside the task's own, such as BLEU through a decoder. They are part of the evaluation's record,
+    and can decide which checkpoints are the best."""
+
+    names: tuple[str, ...]
+    """Of the figures that `score` gives."""
+    every: int
+    """Steps between them, besides the last step; 0 makes them with each evaluation of the loss."""
+    score: Callable[[Params, Callable[[], bool]], dict[str, float] | None]
+    """(params, stop) -> figures; None if `stop` asked to leave half-way."""
 
 
 class TrainState(NamedTuple):
@@ -290,6 +303,25 @@ def means(totals: dict[str, float], losses: tuple[str, ...]) -> dict[str, float]
     return {"loss": sum(out[f"{k}_loss"] for k in losses)} | out
 
 
+def check_best_metric(
+    engine: Engine, evaluation: Evaluation | None, validation: Validation | None, config: CheckpointConfig
+) -> None:
+    """Refuse, before any step, to keep the best checkpoints by a figure that no evaluation gives."""
+    if not config.keep_best or (evaluation is None and validation is None):
+        return
+    names = set(validation.names if validation is not None else ())
+    if evaluation is not None:
+        batch = engine.make(evaluation, 0, engine.eval_batch_size)
+        with jax.set_mesh(engine.mesh):
+            shapes = jax.eval_shape(engine.eval_step, engine.abstract_state.params, batch)
+        names |= {name for name in means(dict.fromkeys(shapes, 0.0), engine.task.losses) if not name.startswith("n/")}
+    if config.best_metric not in names:
+        raise ConfigError(
+            f"checkpoint.best_metric is {config.best_metric!r}, which is no figure of this run's evaluations"
+            + core.nearest(config.best_metric, sorted(names))
+        )
+
+
 class RunResult(NamedTuple):
     state: TrainState
     evaluation: dict[str, float] | None
@@ -312,6 +344,7 @@ def train(
     first_row: int = 0,
     resumed: bool = False,
     on_step: Callable[[int, dict[str, float]], None] = lambda step, values: None,
+    validation: Validation | None = None,
 ) -> RunResult:
     """Train from `state` to the last step, or until a signal asks to stop; save, evaluate and report on the way.
 
@@ -320,11 +353,14 @@ def train(
       first_row: the row of the data at which the next step's batch starts: the rows seen so far.
       resumed: `state` comes from these checkpoints, so an evaluation that its step still owes is made first.
       on_step: called with each step's number and means, one step late.
+      validation: further held-out figures.
 
     Raises:
+      ConfigError: `best_metric` of the checkpoints is no figure of this run's evaluations.
       UserError: `max_nonfinite_steps` steps in a row had a gradient that was not finite, or a save failed.
     """
-    config = engine.config
+    config, best_metric = engine.config, checkpoints.config.best_metric
+    check_best_metric(engine, evaluation, validation, checkpoints.config)
     step = first = int(jax.device_get(state.step))
     last_evaluation: dict[str, float] | None = None
     pending: tuple[int, Sums] | None = None
@@ -350,23 +386,41 @@ def train(
                 "those of before. Lower optimizer.learning_rate, lengthen the warm-up, or use model.dtype float32"
             )
 
+    def due(step: int, every: int) -> bool:
+        return (every > 0 and step % every == 0) or step == config.steps
+
+    def loss_due(step: int) -> bool:
+        return evaluation is not None and due(step, config.eval_every)
+
+    def validation_due(step: int) -> bool:
+        return validation is not None and due(step, validation.every or config.eval_every)
+
     def evaluation_due(step: int) -> bool:
-        regular = config.eval_every > 0 and step % config.eval_every == 0
-        return evaluation is not None and (regular or step == config.steps)
+        return loss_due(step) or validation_due(step)
 
     def evaluate(step: int) -> dict[str, float] | None:
-        assert evaluation is not None
+        found: dict[str, float] = {}
         with reporter.timed("evaluation"):
-            found = engine.evaluate(state.params, evaluation, leave)
-        if found is not None:
-            reporter.evaluation(step, found)
+            if loss_due(step):
+                assert evaluation is not None
+                part = engine.evaluate(state.params, evaluation, leave)
+                if part is None:
+                    return None
+                found |= part
+            if validation_due(step):
+                assert validation is not None
+                part = validation.score(state.params, leave)
+                if part is None:
+                    return None
+                found |= part
+        reporter.evaluation(step, found)
         return found
 
     def save(step: int) -> None:
         rows = rows_before(step)
         position: dict[str, Any] = {"step": step, "rows": rows, **data.position(rows), "batch_size": config.batch_size}
         position |= {"seed": config.seed, "fingerprint": data.fingerprint}
-        metric = last_evaluation["loss"] if last_evaluation is not None else None
+        metric = (last_evaluation or {}).get(best_metric)
         with reporter.timed("saving"):
             checkpoints.save(step, state._asdict(), position, meta, metric)
 
@@ -376,8 +430,8 @@ def train(
         if resumed and evaluation_due(first):
             last_evaluation = reporter.evaluations.get(first) or evaluate(first)
             leaving = last_evaluation is None
-            if last_evaluation is not None:
-                checkpoints.set_metric(first, last_evaluation["loss"])
+            if last_evaluation is not None and best_metric in last_evaluation:
+                checkpoints.set_metric(first, last_evaluation[best_metric])
 
         while step < config.steps and not leaving:
             batch = next(batches)

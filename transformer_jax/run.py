@@ -1,0 +1,281 @@
+"""One run of training, whatever its task: the run folder, where training starts from, what is said and stored.
+
+A program resolves its configuration, makes engine and data, and calls `run`. The configuration is any dataclass with
+`run_dir`, `preset`, and the sections `data` (with `prepared`), `mesh`, `optimizer`, `train`, `checkpoint` and `init`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from transformer_jax import checkpoint, lock, optim, sharding
+from transformer_jax import config as core
+from transformer_jax.checkpoint import Checkpoints, NoCheckpointError
+from transformer_jax.config import ConfigError
+from transformer_jax.report import Reporter
+from transformer_jax.signals import StopSignal
+from transformer_jax.train import Data, Engine, Evaluation, RunResult, TrainState, Validation, train
+
+
+class Epochs(Data, Protocol):
+    """A stream that goes round its rows."""
+
+    def num_rows(self, epoch: int) -> int:
+        """Rows of an epoch."""
+        ...
+
+    def start_at(self, row: int, epoch: int, row_in_epoch: int) -> None:
+        """Say where a row lies that was reached before, which saves going through all epochs before it."""
+        ...
+
+
+CheckResume = Callable[[Mapping[str, Any]], list[str]]
+"""Compares a checkpoint's stored configuration with the present one: lines to warn of, or a ConfigError."""
+
+
+class Start(NamedTuple):
+    """Where training starts from."""
+
+    state: TrainState
+    first_row: int
+    """Rows of the data seen so far in this phase."""
+    resumed: bool
+    """The state comes from the run's own checkpoint."""
+    notes: list[str]
+    """Lines to print."""
+
+
+def run(
+    config: Any,
+    engine: Engine,
+    data: Epochs,
+    evaluation: Evaluation | None,
+    meta: Mapping[str, Any],
+    *,
+    write_files: Callable[[Path], None],
+    check_resume: CheckResume,
+    start_elsewhere: Callable[[list[str]], Start] | None,
+    warnings: Sequence[str],
+    opening_lines: Sequence[str],
+    force: bool = False,
+    stop: StopSignal | None = None,
+    on_step: Callable[[int, dict[str, float]], None] = lambda step, values: None,
+    validation: Validation | None = None,
+) -> RunResult:
+    """Train, or go on training: where the run folder holds a checkpoint, the run goes on exactly as if never stopped.
+
+    Args:
+      evaluation: held-out rows, if there are any.
+      meta: from `make_meta`; stored with every checkpoint.
+      write_files: writes `config.toml` and the tokenizer into the run folder.
+      check_resume: see `CheckResume`.
+      start_elsewhere: makes the start of a run that `[init]` has begin from other parameters; it is given the lines to
+        print so far. None begins from fresh ones.
+      warnings, opening_lines: printed before and after what is said of the start.
+      force: go on although settings differ from those of the checkpoint in a way that makes it another run.
+      stop: asks to save and leave; without it signals keep their usual meaning.
+      on_step: called with each step's number and means, one step late.
+      validation: figures beside the task's own, see `transformer_jax.train.Validation`.
+
+    Raises:
+      UserError: anything the user can mend, before a long job starts wherever that is possible.
+    """
+    run_dir = Path(config.run_dir)
+    with contextlib.ExitStack() as stack:
+        if jax.process_index() == 0:
+            busy = f"another process is training in {run_dir}; wait for it or stop it, or name another run_dir"
+            stack.enter_context(lock.locked(run_dir, busy))
+        checkpoints = stack.enter_context(contextlib.closing(Checkpoints(run_dir / "checkpoints", config.checkpoint)))
+        digest = meta["tokenizer_digest"]
+        start = starting_point(config, engine, data, checkpoints, digest, check_resume, start_elsewhere, force)
+        first_step = int(jax.device_get(start.state.step))
+        if jax.process_index() == 0:
+            write_files(run_dir)
+        checkpoints.try_to_write()
+        with Reporter(run_dir, config.train.steps, config.train.log_every, first_step) as reporter:
+            for line in (*warnings, *start.notes, *opening_lines):
+                reporter.line(line)
+            if first_step >= config.train.steps:
+                reporter.line(f"step {first_step} of {config.train.steps} is done: nothing to train")
+            return train(
+                engine,
+                start.state,
+                data,
+                evaluation,
+                checkpoints,
+                dict(meta),
+                reporter,
+                save_every=config.checkpoint.every,
+                stop=stop or StopSignal(),
+                first_row=start.first_row,
+                resumed=start.resumed,
+                on_step=on_step,
+                validation=validation,
+            )
+
+
+def starting_point(
+    config: Any,
+    engine: Engine,
+    data: Epochs,
+    checkpoints: Checkpoints,
+    tokenizer_digest: str,
+    check_resume: CheckResume,
+    start_elsewhere: Callable[[list[str]], Start] | None = None,
+    force: bool = False,
+) -> Start:
+    """The state to train from. There are three ways to start, tried in this order:
+
+    1. the run folder holds a checkpoint: go on from the newest step that verifies;
+    2. `[init]` names where parameters come from: `start_elsewhere` takes them from there;
+    3. fresh parameters from `train.seed`.
+
+    Raises:
+      UserError: a checkpoint that cannot be used, or that is of another model, vocabulary or data.
+    """
+    try:
+        # The settings are compared first: a model of another size is better named than its arrays' shapes.
+        stored = checkpoint.read_meta(checkpoints.folder)[2] if checkpoint.steps(checkpoints.folder) else None
+        made = untrained(stored or {})
+        if made:
+            raise ConfigError(
+                f"{config.run_dir} holds an {made} model and no training to go on with; name another run_dir, with "
+                f'[init] from = "{config.run_dir}", optimizer = "reset" and schedule = "restart"'
+            )
+        changes = check_resume(stored["config"]) if stored else []
+        restored = checkpoints.restore(engine.abstract_state._asdict())
+    except NoCheckpointError as e:
+        passed_over = [f"step {step} passed over: {why}" for step, why in e.skipped]
+        if start_elsewhere is not None:
+            return start_elsewhere(passed_over)
+        return Start(engine.init(), 0, False, passed_over)
+    notes = [f"step {step} passed over: {why}" for step, why in restored.skipped]
+    where = config.data.prepared
+    if restored.meta["tokenizer_digest"] != tokenizer_digest:
+        raise ConfigError(
+            f"{where}: made with another vocabulary than this run's checkpoint; prepare it with the old one again, or "
+            "use another run_dir"
+        )
+    old, rows = restored.data["fingerprint"], int(restored.data["rows"])
+    if old == data.fingerprint:
+        data.start_at(rows, restored.data["epoch"], restored.data["row_in_epoch"])
+    elif force:
+        notes.append(f"other data or examples settings than before: going on from row {rows} of the new stream")
+    else:
+        raise ConfigError(
+            f"{where}: not the data this run was trained on (fingerprint {data.fingerprint[:12]}, in the checkpoint "
+            f"{old[:12]}); bring that data back, use another run_dir, or --force"
+        )
+    notes += [f"warning: changed since the checkpoint: {line}" for line in changes]
+    notes.append(f"going on from step {restored.step}, {rows:,} rows seen")
+    return Start(TrainState(**restored.state), rows, True, notes)
+
+
+def untrained(meta: Mapping[str, Any]) -> str | None:
+    """ "imported" or "averaged" for a run folder that was not made by training; it has no optimizer."""
+    return next((kind for kind in ("imported", "averaged") if f"{kind}_from" in meta), None)
+
+
+def check_init(config: Any, step: int | None, meta: Mapping[str, Any], folder_kind: str) -> None:
+    """Refuse an `[init]` that asks of a checkpoint what it has not.
+
+    Args:
+      step, meta: what a run's checkpoint holds; step None for a folder of another program, `folder_kind`.
+    """
+    init, where = config.init, f"[init] from = {config.init.checkpoint!r}"
+    if step is not None and not (init.optimizer and init.schedule):
+        raise ConfigError(f"{where} is a run, so say both optimizer (keep or reset) and schedule (continue or restart)")
+    if step is None and (init.optimizer == "keep" or init.schedule == "continue"):
+        raise ConfigError(f"{where} is a {folder_kind}: it has no optimizer to keep and no schedule to continue")
+    made = untrained(meta)
+    if init.optimizer == "keep" and made:
+        raise ConfigError(f'{where} is an {made} model: it has no optimizer to keep, so say optimizer = "reset"')
+
+
+def start_of_phase(config: Any, engine: Engine, step: int | None, params: Callable[[], Any], notes: list[str]) -> Start:
+    """The beginning of a phase whose parameters come from `init.checkpoint`; its data starts at row 0.
+
+    Args:
+      step: of the checkpoint; None for a folder of another program.
+      params: gives the parameters (numpy, padded as this run pads), where the optimizer is not kept.
+    """
+    init = config.init
+    first = step if step is not None and init.schedule == "continue" else 0
+    if first >= config.train.steps:
+        raise ConfigError(
+            f"[init] from = {init.checkpoint!r} is at step {first}, where the schedule goes on, and train.steps is "
+            f"{config.train.steps}, which counts from the first phase: make it larger"
+        )
+    if init.optimizer == "keep":
+        folder, _ = checkpoint.locate(init.checkpoint)
+        with contextlib.closing(Checkpoints(folder, config.checkpoint)) as other:
+            state = TrainState(**other.restore(engine.abstract_state._asdict(), step).state)
+    else:
+        state = engine.init()._replace(params=jax.tree.map(jax.device_put, params(), engine.shardings.params))
+    put = jax.device_put
+    whole = engine.shardings.step
+    state = state._replace(
+        step=put(jnp.int32(first), whole),
+        nonfinite_total=put(jnp.int32(0), whole),
+        nonfinite_in_row=put(jnp.int32(0), whole),
+    )
+    said = f"optimizer {init.optimizer or 'reset'}, schedule at step {first}"
+    return Start(state, 0, False, [*notes, f"starting from {init.checkpoint}: {said}"])
+
+
+def make_meta(
+    config: Any,
+    *,
+    tokenizer_files: Mapping[str, str],
+    tokenizer_digest: str,
+    fingerprint: str,
+    sources: Sequence[str],
+    naming: int,
+    packages: Sequence[str] = (),
+) -> dict[str, Any]:
+    """What makes a checkpoint self-contained: configuration, versions, tokenizer and where the data came from.
+
+    Args:
+      naming: version of the parameters' naming scheme (docs/parameters.md).
+      packages: those whose versions are noted beside the core's.
+    """
+    names = ("jax", "flax", "optax", "orbax-checkpoint", "numpy", *packages, "bert-transformer-jax")
+    return {
+        "config": core.to_builtins(config),
+        "versions": {name: importlib.metadata.version(name) for name in names},
+        "tokenizer": dict(tokenizer_files),
+        "tokenizer_digest": tokenizer_digest,
+        "data": {"fingerprint": fingerprint, "sources": list(sources)},
+        "naming": naming,
+    }
+
+
+def opening_lines(config: Any, engine: Engine, data: Epochs, model: str, row_length: str) -> list[str]:
+    """What is about to run, for people.
+
+    Args:
+      model: says what the model is, as in "1,234 parameters, vocabulary 61".
+      row_length: slots of a row, as in "128".
+    """
+    train, devices = config.train, sharding.batch_devices(engine.mesh)
+    decayed = jax.tree_util.tree_leaves_with_path(optim.decay_mask(engine.abstract_state.params))
+    exempt = sorted({"/".join(str(p.key) for p in path[-2:]) for path, on in decayed if not on})
+    shape = ", ".join(f"{k} {v}" for k, v in engine.mesh.shape.items())
+    rows = data.num_rows(0)
+    return [
+        f"{config.preset}: {model}",
+        f"mesh {shape} of {jax.device_count()} {jax.devices()[0].device_kind} devices, preset {config.mesh.preset}",
+        f"batch {train.batch_size} rows of {row_length}: "
+        f"{train.batch_size // jax.process_count()} per host, {train.batch_size // devices} per device"
+        + (f", in {train.accumulate} parts" if train.accumulate > 1 else ""),
+        f"data {data.fingerprint[:12]}, {rows:,} rows in the first epoch, "
+        f"{train.steps * train.batch_size / max(rows, 1):.2f} epochs in all",
+        "not decayed: " + ", ".join(exempt),
+    ]
