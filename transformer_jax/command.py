@@ -1,0 +1,146 @@
+"""What the programs share: how a command is called, how it ends, and how results are printed.
+
+Libraries are imported inside the commands, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformer_jax.config import UserError
+
+if TYPE_CHECKING:
+    from transformer_jax.signals import StopSignal
+    from transformer_jax.train import RunResult
+
+Function = Callable[[argparse.Namespace, list[str]], int]
+"""A command: (its arguments, the overrides `--section.key value`) -> exit code."""
+
+
+def main(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
+    """Run one command; returns the exit code: 0 done, 2 a mistake the user can mend, 128 + N stopped by signal N."""
+    for argument in sys.argv[1:] if arguments is None else arguments:
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            print(f"error: {argument!r} on the command line is not UTF-8; write it in UTF-8", file=sys.stderr)
+            return 2
+    args, rest = parser.parse_known_args(arguments)
+    if rest and not args.takes_overrides:
+        parser.error(f"unrecognised arguments: {' '.join(rest)}")
+    try:
+        return int(args.function(args, rest) or 0)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 141
+    except OSError as e:
+        if e.filename is None and e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise  # not about a file of the user's
+        print(f"error: {e.filename or 'a file could not be written'}: {e.strerror}", file=sys.stderr)
+        return 2
+
+
+def add(commands: Any, name: str, function: Function, summary: str, overrides: bool = False) -> argparse.ArgumentParser:
+    """Add a command to the sub-parsers `commands`; with `overrides` it takes `--section.key value` too."""
+    sub: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+    sub.set_defaults(function=function, takes_overrides=overrides)
+    return sub
+
+
+def add_run_file(sub: argparse.ArgumentParser) -> None:
+    """The argument RUN.toml."""
+    sub.add_argument("run", metavar="RUN.toml", help="a run file; any of its keys can be given as --section.key value")
+
+
+def add_prepare(commands: Any, function: Function, summary: str) -> None:
+    """The command `prepare RUN.toml`."""
+    sub = add(commands, "prepare", function, summary, overrides=True)
+    add_run_file(sub)
+    sub.add_argument("--workers", type=int, default=None, help="processes (default: one a core)")
+    sub.add_argument("--json", action="store_true", help="the data report as JSON")
+
+
+def add_training(commands: Any, name: str, function: Function) -> None:
+    """The command that trains, with its switches."""
+    sub = add(commands, name, function, "train, or go on training: the same command resumes", overrides=True)
+    add_run_file(sub)
+    sub.add_argument("--keys", action="store_true", help="list all keys with their present values, and stop")
+    sub.add_argument("--force", action="store_true", help="go on although changed settings make it another run")
+    sub.add_argument("--json", action="store_true", help="the held-out figures as JSON on standard output")
+
+
+def add_report(commands: Any, function: Function) -> None:
+    """The command `report RUN`."""
+    sub = add(commands, "report", function, "write the run's page, report.html, and print its path")
+    sub.add_argument("run", metavar="RUN")
+
+
+def add_verify(commands: Any) -> None:
+    """The command `verify RUN`."""
+    sub = add(commands, "verify", _verify, "check each checkpoint's files against their digests")
+    sub.add_argument("run", metavar="RUN", help="a run folder or RUN@STEP")
+
+
+def training(
+    train: Callable[[StopSignal], RunResult], write_page: Callable[[Path], Path], run_dir: Path, as_json: bool
+) -> int:
+    """Train under the signals that ask to stop, print the held-out figures if asked to, and write the run's page.
+
+    Args:
+      train: the training, to be called with the signal.
+    """
+    from transformer_jax.report import quiet_libraries
+    from transformer_jax.signals import StopSignal
+
+    quiet_libraries()
+    with StopSignal() as stop:
+        result = train(stop)
+    if result.interrupted:
+        return stop.exit_code
+    if as_json and result.evaluation is not None:
+        print(json_line(result.evaluation))
+    print(f"page: {write_page(run_dir)}", file=sys.stderr)
+    return 0
+
+
+def keep_freed_memory() -> None:
+    """Before JAX is imported for training: on CPU, freed memory stays with the process (see `allocator`)."""
+    from transformer_jax import allocator
+
+    if allocator.on_cpu():
+        allocator.keep_freed_memory()
+
+
+def json_line(value: Any) -> str:
+    """One line that every reader of JSON takes: a number that is not finite is null."""
+
+    def strict(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {k: strict(v) for k, v in x.items()}
+        if isinstance(x, list | tuple):
+            return [strict(v) for v in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    return json.dumps(strict(value), ensure_ascii=False, allow_nan=False)
+
+
+def _verify(args: argparse.Namespace, rest: list[str]) -> int:
+    from transformer_jax.checkpoint import verify
+
+    found = verify(args.run)
+    for step, problems in found:
+        print(f"step {step}: " + ("; ".join(problems) if problems else "verified"))
+    if not found:
+        raise UserError(f"{args.run}: no checkpoint here")
+    return 1 if any(problems for _, problems in found) else 0
