@@ -41,9 +41,9 @@ class DocumentScheme:
     @property
     def advice(self) -> str:
         return (
-            'Writing without spaces (Thai, Lao, Khmer, Burmese) needs a pre-splitter: put `pre_splitter = "characters"` '
-            "into the recipe.\nOtherwise raise tokenizer.limit_alphabet or tokenizer.vocab_size, use a vocabulary that covers the "
-            "script, or raise data.max_unknown_rate if the loss is meant."
+            "Writing without spaces (Thai, Lao, Khmer, Burmese) needs a pre-splitter: put `pre_splitter = "
+            '"characters"` into the recipe.\nOtherwise raise tokenizer.limit_alphabet or tokenizer.vocab_size, use a '
+            "vocabulary that covers the script, or raise data.max_unknown_rate if the loss is meant."
         )
 
     def split_of(self, document: Sequence[str], source: int, own_hash: int) -> str:

@@ -11,7 +11,9 @@ A prepared folder holds text that has been turned into ids once:
         sources.npy          uint16 [documents]            index of the input file (names in the manifest)
         hashes.npy           uint64 [documents]            hash of the document's text
         words.npy            uint8 [tokens], optional      1 = this piece starts a word (given word boundaries)
-    heldout-00000/           documents kept apart by the hash of their content
+        texts.npy            uint8 [bytes], optional       the sentences as UTF-8, one after another ...
+        text_offsets.npy     int64 [sentences + 1]         ... and where each starts
+    heldout-00000/           documents kept apart by the hash of their content (pairs: validation-, test-)
 
 The manifest has the size and SHA-256 of every file. Sizes are checked at each open, so that a file cut short is found
 at once and by name; digests are checked by `verify`, and by `Shards.open(..., check="digests")`.
@@ -35,16 +37,50 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from transformer_jax.config import UserError
+from transformer_jax.manifest import (
+    CACHES as CACHES,
+)
+from transformer_jax.manifest import (
+    FORMAT,
+    describe_file,
+    files_of,
+    token_dtype,
+    wrong_size,
+)
+from transformer_jax.manifest import (
+    MANIFEST as MANIFEST,
+)
+from transformer_jax.manifest import (
+    TOKENIZER as TOKENIZER,
+)
+from transformer_jax.manifest import (
+    VERSION as VERSION,
+)
+from transformer_jax.manifest import (
+    entry_is_whole as entry_is_whole,
+)
+from transformer_jax.manifest import (
+    make_manifest as make_manifest,
+)
+from transformer_jax.manifest import (
+    read_manifest as read_manifest,
+)
+from transformer_jax.manifest import (
+    verify as verify,
+)
+from transformer_jax.manifest import (
+    write_atomically as write_atomically,
+)
+from transformer_jax.manifest import (
+    write_manifest as write_manifest,
+)
+from transformer_jax.manifest import (
+    write_tokenizer as write_tokenizer,
+)
 
 if TYPE_CHECKING:
     from transformer_jax.tokenizer import WordPiece
 
-FORMAT = "token-shards"
-VERSION = 1
-MANIFEST = "manifest.json"
-TOKENIZER = "tokenizer"
-CACHES = "plans"
-"""Folder in which readers keep what they have worked out from the shards; it can always be made again."""
 MAX_SOURCES = 1 << 16
 
 
@@ -58,11 +94,8 @@ class ShardArrays:
     sources: np.ndarray
     hashes: np.ndarray
     words: np.ndarray | None = None
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The narrowest of uint16 and uint32 that holds every id."""
-    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+    texts: np.ndarray | None = None
+    text_offsets: np.ndarray | None = None
 
 
 def arrays_from_documents(
@@ -117,6 +150,9 @@ def write_shard(folder: Path, name: str, arrays: ShardArrays, vocab_size: int) -
     }
     if arrays.words is not None:
         columns["words.npy"] = arrays.words.astype(np.uint8)
+    if arrays.texts is not None and arrays.text_offsets is not None:
+        columns["texts.npy"] = arrays.texts.astype(np.uint8)
+        columns["text_offsets.npy"] = arrays.text_offsets.astype(np.int64)
     temporary = folder / f".{name}.{os.getpid()}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -137,137 +173,6 @@ def write_shard(folder: Path, name: str, arrays: ShardArrays, vocab_size: int) -
         "documents": len(arrays.documents) - 1,
         "files": files,
     }
-
-
-def describe_file(path: Path) -> dict[str, Any]:
-    """Size and SHA-256, as the manifest keeps them."""
-    with path.open("rb") as f:
-        digest = hashlib.file_digest(f, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a whole file or nothing: under another name, forced to disk, then renamed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_tokenizer(folder: Path, tokenizer: WordPiece) -> dict[str, Any]:
-    """Write the tokenizer's files and return the manifest's entry for them."""
-    target = folder / TOKENIZER
-    target.mkdir(parents=True, exist_ok=True)
-    for name, text in tokenizer.files().items():
-        write_atomically(target / name, text)
-    return {"digest": tokenizer.digest, "files": {name: describe_file(target / name) for name in tokenizer.files()}}
-
-
-def make_manifest(
-    *,
-    vocab_size: int,
-    tokenizer: Mapping[str, Any],
-    source_names: Sequence[str],
-    splits: Mapping[str, Sequence[Mapping[str, Any]]],
-    made_from: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The manifest as it will be written.
-
-    Args:
-      tokenizer: what `write_tokenizer` returned.
-      splits: for each split what `write_shard` returned, in order.
-      made_from: digests of the inputs, by which a second preparation knows that nothing has changed.
-    """
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "vocab_size": vocab_size,
-        "dtype": token_dtype(vocab_size).name,
-        "tokenizer": dict(tokenizer),
-        "source_names": list(source_names),
-        "splits": {split: [dict(entry) for entry in entries] for split, entries in splits.items()},
-        "made_from": dict(made_from or {}),
-    }
-
-
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write manifest.json, which makes the folder complete."""
-    write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a finished prepared folder.
-
-    Raises:
-      UserError: no folder, an unfinished one, or one of another version.
-    """
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if folder.is_dir() and any(folder.iterdir()):
-            raise UserError(
-                f"{folder} is not a finished prepared folder: it has no {MANIFEST}; "
-                "run `prepare` again with the same run file, it goes on where it stopped"
-            ) from None
-        raise UserError(f"{folder}: no prepared data here; make it with `prepare` first") from None
-    except (OSError, ValueError) as e:
-        raise UserError(f"{path} cannot be read: {e}; run `prepare` again") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise UserError(f"{path} is not the manifest of a prepared folder")
-    if manifest["version"] != VERSION:
-        raise UserError(
-            f"{folder} was prepared in version {manifest['version']} of the format, this program reads {VERSION}; "
-            "run `prepare` again into a new folder"
-        )
-    return manifest
-
-
-def _files_of(manifest: Mapping[str, Any], split: str | None = None) -> dict[str, dict[str, Any]]:
-    """Relative path -> size and digest, of one split or of the whole folder, tokenizer included."""
-    files = {f"{TOKENIZER}/{name}": entry for name, entry in manifest["tokenizer"]["files"].items()}
-    for name, entries in manifest["splits"].items():
-        if split in (None, name):
-            for shard in entries:
-                files |= {f"{shard['name']}/{file}": entry for file, entry in shard["files"].items()}
-    return files
-
-
-def _wrong_size(path: Path, entry: Mapping[str, Any]) -> str | None:
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        return f"{path} is missing"
-    if size != entry["bytes"]:
-        return f"{path} has {size} bytes, the manifest says {entry['bytes']}"
-    return None
-
-
-def verify(folder: Path, split: str | None = None) -> list[str]:
-    """Read every file and compare it with the manifest; returns what is wrong, in words, or an empty list."""
-    problems = []
-    for relative, entry in _files_of(read_manifest(folder), split).items():
-        path = folder / relative
-        problem = _wrong_size(path, entry)
-        if problem is None and describe_file(path)["sha256"] != entry["sha256"]:
-            problem = f"{path} has been changed: its SHA-256 is not the manifest's"
-        if problem is not None:
-            problems.append(problem)
-    return problems
-
-
-def entry_is_whole(folder: Path, entry: Mapping[str, Any]) -> bool:
-    """Whether the shard of a manifest entry lies in `folder` with the sizes and digests it should have."""
-    return all(
-        _wrong_size(folder / entry["name"] / file, want) is None
-        and describe_file(folder / entry["name"] / file) == want
-        for file, want in entry["files"].items()
-    )
 
 
 def _indices_of_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -321,6 +226,7 @@ class Shards:
       document_hashes: uint64 [documents].
       source_names: the input files, in the recipe's order.
       has_words: whether the sources came with word boundaries.
+      has_texts: whether the sentences themselves are kept too.
     """
 
     def __init__(self, folder: Path, split: str, manifest: Mapping[str, Any]) -> None:
@@ -332,6 +238,7 @@ class Shards:
         entries = manifest["splits"][split]
         self._paths = [folder / entry["name"] for entry in entries]
         self.has_words = bool(entries) and all("words.npy" in entry["files"] for entry in entries)
+        self.has_texts = bool(entries) and all("texts.npy" in entry["files"] for entry in entries)
         self._maps = _Maps()
 
         def column(entry: Mapping[str, Any], file: str) -> np.ndarray:
@@ -340,8 +247,10 @@ class Shards:
         sentence_parts, document_parts = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)]
         tokens = sentences = 0
         token_starts = []
+        sentence_starts = []
         for entry in entries:
             token_starts.append(tokens)
+            sentence_starts.append(sentences)
             own_sentences, own_documents = column(entry, "sentences.npy"), column(entry, "documents.npy")
             _check_offsets(folder / entry["name"] / "sentences.npy", own_sentences, entry["sentences"], entry["tokens"])
             _check_offsets(
@@ -351,6 +260,7 @@ class Shards:
             document_parts.append(own_documents[1:] + sentences)
             tokens += entry["tokens"]
             sentences += entry["sentences"]
+        self._sentence_starts = np.asarray(sentence_starts, dtype=np.int64)
         self._token_starts = np.asarray(token_starts, dtype=np.int64)
         self._token_ends = np.append(self._token_starts[1:], np.int64(tokens))
         self.sentence_offsets = np.concatenate(sentence_parts)
@@ -378,7 +288,7 @@ class Shards:
         if check == "digests":
             problems = verify(folder, split)
         else:
-            sizes = (_wrong_size(folder / name, entry) for name, entry in _files_of(manifest, split).items())
+            sizes = (wrong_size(folder / name, entry) for name, entry in files_of(manifest, split).items())
             problems = [problem for problem in sizes if problem is not None]
         if problems:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -450,6 +360,24 @@ class Shards:
                 f"{self.folder}: these shards have no word boundaries; name a source with `words` in the recipe"
             )
         return self._gather("words.npy", starts, lengths).astype(bool)
+
+    def texts(self, sentences: np.ndarray) -> list[str]:
+        """The sentences with these numbers, as they were read.
+
+        Raises:
+          UserError: the preparation did not keep them.
+        """
+        if not self.has_texts:
+            raise UserError(f"{self.folder}: the texts of the split `{self.split}` were not kept; run `prepare` again")
+        sentences = np.asarray(sentences, dtype=np.int64)
+        found = []
+        shard_of = np.searchsorted(self._sentence_starts, sentences, side="right") - 1
+        for sentence, shard in zip(sentences.tolist(), shard_of.tolist(), strict=True):
+            offsets = self._maps.get(self._paths[shard] / "text_offsets.npy")
+            own = sentence - int(self._sentence_starts[shard])
+            text = self._maps.get(self._paths[shard] / "texts.npy")[offsets[own] : offsets[own + 1]]
+            found.append(text.tobytes().decode())
+        return found
 
     def _gather(self, file: str, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         starts = np.asarray(starts, dtype=np.int64)
