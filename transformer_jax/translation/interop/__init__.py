@@ -1,0 +1,1 @@
+"""Other libraries' formats of a translation model."""
