@@ -11,8 +11,6 @@ thread) and kept in a cache on disk (`plans.py`).
 
 from __future__ import annotations
 
-import concurrent.futures
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,11 +23,10 @@ from bert_jax.examples import PairPlan
 from bert_jax.plans import Plan
 from transformer_jax import inputs
 from transformer_jax.config import ConfigError, UserError
-from transformer_jax.inputs import bits, derive_key
+from transformer_jax.epochs import Epochs
+from transformer_jax.inputs import bits, count_up, derive_key
 from transformer_jax.shards import Shards
 
-PLAN_AHEAD = 0.9
-"""Share of an epoch after which the next epoch's plan is made in the background."""
 Batch = dict[str, np.ndarray]
 
 
@@ -83,7 +80,7 @@ class Maker:
         offsets = plan.packing.row_offsets
         per_row = offsets[rows + 1] - offsets[rows]
         row_Q = np.repeat(np.arange(len(rows)), per_row)
-        slot_Q = _count_up(per_row)
+        slot_Q = count_up(per_row)
         pair_Q = np.asarray(plan.packing.members[np.repeat(offsets[rows], per_row) + slot_Q]).astype(np.int64)
         pairs = plan.pairs.take(pair_Q)
         a_Q, b_Q = pairs.a_length.astype(np.int64), pairs.b_length.astype(np.int64)
@@ -102,7 +99,7 @@ class Maker:
         # Flat places: pieces of side A stand behind [CLS], those of side B behind the [SEP] after side A.
         sides = np.stack([start_Q + 1, start_Q + a_Q + 2], 1).ravel()
         both = np.stack([a_Q, b_Q], 1).ravel()
-        place_M = _count_up(both)
+        place_M = count_up(both)
         place_M += np.repeat(sides, both)
 
         size = len(rows) * self.length
@@ -126,7 +123,7 @@ class Maker:
         input_ids[start_Q + a_Q + 1] = self.tokenizer.sep_id
         input_ids[start_Q + length_Q - 1] = self.tokenizer.sep_id
         spread = np.repeat(start_Q, length_Q)
-        counted = _count_up(length_Q)
+        counted = count_up(length_Q)
         flat = spread + counted
         sequence_ids, position_ids, token_type_ids = (np.zeros(size, np.int32) for _ in range(3))
         sequence_ids[flat] = np.repeat(slot_Q + 1, length_Q)
@@ -135,7 +132,7 @@ class Maker:
 
         masked_per_row = np.bincount(row_Q[owner], minlength=len(rows))
         assert masked_per_row.max(initial=0) <= self.predictions
-        cell = row_Q[owner] * self.predictions + _count_up(masked_per_row)
+        cell = row_Q[owner] * self.predictions + count_up(masked_per_row)
         shape_RL, shape_RP = (len(rows), self.length), (len(rows), self.predictions)
         positions_P, labels_P = (np.zeros(len(rows) * self.predictions, np.int32) for _ in range(2))
         weights_P = np.zeros(len(rows) * self.predictions, np.float32)
@@ -184,13 +181,6 @@ class Maker:
         return masking.pick_words(key_Q, content_Q, pairs.a_length.astype(np.int64), numbers, word_starts, span)
 
 
-def _count_up(sizes: np.ndarray) -> np.ndarray:
-    """0 .. size-1 for each size, one run after another: int64."""
-    ends = np.cumsum(sizes)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total, dtype=np.int64) - np.repeat(ends - sizes, sizes)
-
-
 class PretrainingData:
     """The endless stream of training rows."""
 
@@ -208,31 +198,14 @@ class PretrainingData:
         self.shards, self.config, self.seed, self.cache_dir = shards, config, seed, cache_dir
         self.fingerprint = plans.fingerprint(shards, config, seed)
         self._maker = Maker(shards, config)
-        self._lock = threading.Lock()
-        self._plans: dict[int, concurrent.futures.Future[Plan]] = {}
-        self._first_rows = {0: 0}  # epoch -> its first row, for epochs known so far
-
-    def num_rows(self, epoch: int) -> int:
-        """Rows of an epoch; makes its plan if it is not there."""
-        return self._plan(self._draw(epoch)).packing.num_rows
-
-    def prepare_epoch(self, epoch: int) -> None:
-        """Start making an epoch's plan in a thread; whoever needs it first waits for it."""
-        self._future(self._draw(epoch), background=True)
-
-    def start_at(self, row: int, epoch: int, row_in_epoch: int) -> None:
-        """Take the place of a row from a checkpoint (what `position` gave), so that no earlier epoch is planned."""
-        self._first_rows[epoch] = row - row_in_epoch
-
-    def position(self, row: int) -> dict[str, int]:
-        """The epoch in which a row of the stream lies, and its number there."""
-        epoch = max((e for e, first in self._first_rows.items() if first <= row), default=0)
-        first = self._first_rows[epoch]
-        while row >= first + (rows := self.num_rows(epoch)):
-            first += rows
-            epoch += 1
-            self._first_rows[epoch] = first
-        return {"epoch": epoch, "row_in_epoch": row - first}
+        self._epochs: Epochs[Plan] = Epochs(
+            lambda draw: plans.cached_plan(shards, config, seed, draw, cache_dir),
+            lambda plan: plan.packing.num_rows,
+            seed,
+            config.dupe_factor,
+        )
+        self.num_rows, self.prepare_epoch = self._epochs.num_rows, self._epochs.prepare_epoch
+        self.start_at, self.position = self._epochs.start_at, self._epochs.position
 
     def batch(self, first_row: int, count: int, offset: int = 0) -> Batch:
         """Rows first_row .. first_row + count - 1 of the stream, which may cross into the next epochs.
@@ -242,7 +215,7 @@ class PretrainingData:
         """
         parts = [
             self._maker.rows(plan, derive_key(self.seed, "masks", draw), rows)
-            for _, draw, plan, rows in self._parts(first_row, count)
+            for _, draw, plan, rows in self._epochs.parts(first_row, count)
         ]
         batch = parts[0] if len(parts) == 1 else {k: np.concatenate([part[k] for part in parts]) for k in parts[0]}
         return batch | {"row_ids": np.arange(offset, offset + count, dtype=np.int32)}
@@ -250,56 +223,12 @@ class PretrainingData:
     def example_ids(self, first_row: int, count: int) -> np.ndarray:
         """Which examples the rows hold, row after row: int64, epoch * 2^40 + number of the pair."""
         ids = []
-        for epoch, _, plan, rows in self._parts(first_row, count):
+        for epoch, _, plan, rows in self._epochs.parts(first_row, count):
             offsets = plan.packing.row_offsets
             per_row = offsets[rows + 1] - offsets[rows]
-            members = plan.packing.members[np.repeat(offsets[rows], per_row) + _count_up(per_row)]
+            members = plan.packing.members[np.repeat(offsets[rows], per_row) + count_up(per_row)]
             ids.append(members.astype(np.int64) + (epoch << 40))
         return np.concatenate(ids)
-
-    def _parts(self, first_row: int, count: int) -> list[tuple[int, int, Plan, np.ndarray]]:
-        """The rows asked for as (epoch, draw, plan, rows of the plan), one part an epoch."""
-        parts = []
-        row, end = first_row, first_row + count
-        while row < end:
-            place = self.position(row)
-            epoch, start = place["epoch"], place["row_in_epoch"]
-            draw = self._draw(epoch)
-            plan = self._plan(draw)
-            rows = plan.packing.num_rows
-            stop = min(rows, start + end - row)
-            order = inputs.permute(derive_key(self.seed, "rows", epoch), rows, np.arange(start, stop))
-            parts.append((epoch, draw, plan, order))
-            if stop > PLAN_AHEAD * rows:
-                self.prepare_epoch(epoch + 1)
-            row += stop - start
-        return parts
-
-    def _draw(self, epoch: int) -> int:
-        """Static data goes round its frozen draws; only the order of rows is new in each epoch."""
-        return epoch % self.config.dupe_factor if self.config.dupe_factor else epoch
-
-    def _plan(self, draw: int) -> Plan:
-        return self._future(draw, background=False).result()
-
-    def _future(self, draw: int, background: bool) -> concurrent.futures.Future[Plan]:
-        with self._lock:
-            known = self._plans.pop(draw, None)
-            future = known or concurrent.futures.Future()
-            self._plans[draw] = future  # the latest used comes last
-            while len(self._plans) > plans.LAST_PLANS:
-                del self._plans[next(iter(self._plans))]
-        if known is None and background:
-            threading.Thread(target=self._make, args=(draw, future), name="plan", daemon=True).start()
-        elif known is None:
-            self._make(draw, future)
-        return future
-
-    def _make(self, draw: int, future: concurrent.futures.Future[Plan]) -> None:
-        try:
-            future.set_result(plans.cached_plan(self.shards, self.config, self.seed, draw, self.cache_dir))
-        except BaseException as e:
-            future.set_exception(e)
 
 
 class EvaluationData:

@@ -82,6 +82,13 @@ def permute(key: np.uint64, size: int, index: np.ndarray) -> np.ndarray:
     return out.astype(np.int64)
 
 
+def count_up(sizes: np.ndarray) -> np.ndarray:
+    """0 .. size-1 for each size, one run after another: int64."""
+    ends = np.cumsum(sizes)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total, dtype=np.int64) - np.repeat(ends - sizes, sizes)
+
+
 class Packing(NamedTuple):
     """Which sequences share a row: row r holds members[row_offsets[r] : row_offsets[r + 1]]."""
 

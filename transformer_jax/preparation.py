@@ -82,7 +82,7 @@ def run(
     scheme: Scheme,
     *,
     made_from: Mapping[str, Any],
-    facts: Callable[[], Mapping[str, Any]] = dict,
+    facts: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]],
     shard_mb: float = 8.0,
     max_unknown_rate: float = 0.01,
     workers: int | None = None,
@@ -100,7 +100,7 @@ def run(
       make_tokenizer: trains or loads the tokenizer; may read the sentences of the training documents it is given.
       scheme: what becomes of a document.
       made_from: everything that decides what comes out, as JSON; compared with that of an earlier run.
-      facts: what else the manifest says, asked for when all chunks are done.
+      facts: what else the manifest says, from the sidecars of all chunks.
       make_report: the data report, from the manifest and the splits that have documents.
     """
     if not 0.0 < shard_mb < math.inf:
@@ -143,7 +143,7 @@ def run(
                 if isinstance(e, _GiveUpError) or not (out / CHUNKS / "vocabulary.json").exists():
                     remove_made(out)  # nothing worth keeping has been made
                 raise UserError(str(e)) from None
-            manifest = run.finish(tokenizer, source_names, done, made_from, facts())
+            manifest = run.finish(tokenizer, source_names, done, made_from, facts(done))
             report = _report(out, manifest, describe, described_with, say, False, make_report)
             shards.write_manifest(out, manifest)
             return report

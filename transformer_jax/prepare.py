@@ -177,7 +177,7 @@ def prepare_documents(
         out,
         DocumentScheme(heldout, tuple(word_sources), min_documents),
         made_from=made_from,
-        facts=lambda: {"name": name},
+        facts=lambda records: {"name": name},
         shard_mb=shard_mb,
         max_unknown_rate=max_unknown_rate,
         workers=workers,

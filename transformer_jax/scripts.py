@@ -11,14 +11,17 @@ import dataclasses
 import functools
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from transformer_jax.config import ConfigError, UserError, nearest
 
 if TYPE_CHECKING:
+    from transformer_jax.pieces import SentencePiece
     from transformer_jax.tokenizer import WordPiece
+
+    Tokenizer: TypeAlias = WordPiece | SentencePiece
 
 COMMON = "Common"
 """Digits, punctuation, symbols, and marks that belong to no one script."""
@@ -152,7 +155,7 @@ class UnknownCounter:
     def __init__(self) -> None:
         self.counts: dict[str, ScriptCount] = {}
 
-    def add(self, tokenizer: WordPiece, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> None:
+    def add(self, tokenizer: Tokenizer, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> None:
         """Count `texts`, whose pieces as `tokenizer.encode_batch` gave them are `ids`."""
         flat = np.fromiter((i for row in ids for i in row), np.int64)
         self.add_flat(tokenizer, flat)
@@ -160,7 +163,7 @@ class UnknownCounter:
             if tokenizer.unk_id in row:
                 self.add_unknown(tokenizer, text)
 
-    def add_flat(self, tokenizer: WordPiece, ids: np.ndarray) -> None:
+    def add_flat(self, tokenizer: Tokenizer, ids: np.ndarray) -> None:
         """Count known pieces only; `add_unknown` is then called for each text that has an [UNK] in it."""
         names, script_V = tokenizer.piece_scripts
         per_piece = np.bincount(ids, minlength=tokenizer.vocab_size)
@@ -170,7 +173,7 @@ class UnknownCounter:
             if n:
                 self._of(name).pieces += int(n)
 
-    def add_unknown(self, tokenizer: WordPiece, text: str) -> None:
+    def add_unknown(self, tokenizer: Tokenizer, text: str) -> None:
         """Count the words of `text` that are [UNK]."""
         for word in tokenizer.unknown_words(text):
             count = self._of(script_of_word(word))
