@@ -128,9 +128,12 @@ class SentencePieceConfig:
     target_model: str = ""
     source_wordpiece: str = ""
     """A run, a Hugging Face folder or a vocabulary of BERT's, whose WordPiece cuts the source side."""
+    training_sentences: int = 2_000_000
+    """With more training sentences the pieces are learned from an even share of them, which the trainer keeps in
+    memory."""
 
     def __post_init__(self) -> None:
-        at_least(self, "tokenizer.", {"vocab_size": 4})
+        at_least(self, "tokenizer.", {"vocab_size": 4, "training_sentences": 1})
         if not 0.0 < self.character_coverage <= 1.0:
             raise ConfigError(
                 f"tokenizer.character_coverage is {self.character_coverage}; it must be above 0 and at most 1"
@@ -164,9 +167,13 @@ class PairsConfig:
     """Leave out pairs whose sides are the same."""
     check_script: bool = False
     """Leave out pairs with a side that is mostly not in its language's script."""
+    max_unknown_rate: float = 0.01
+    """`prepare` stops when more than this share of the pieces of any script is unknown."""
 
     def __post_init__(self) -> None:
         at_least(self, "data.", {"min_words": 1, "max_words": 1, "max_ratio": 1.0})
+        if not 0.0 <= self.max_unknown_rate <= 1.0:
+            raise ConfigError(f"data.max_unknown_rate is {self.max_unknown_rate}; it must be between 0 and 1")
         if not 0.0 < self.shard_mb < math.inf:
             raise ConfigError(f"data.shard_mb is {self.shard_mb}; it must be a number above 0")
         if self.min_words > self.max_words:
