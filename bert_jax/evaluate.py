@@ -12,10 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from bert_jax.config import PretrainConfig
 from bert_jax.data import EvaluationData
-from bert_jax.pretrain import make_engine, open_prepared
+from bert_jax.loading import Loaded, load
+from bert_jax.pretrain import make_engine, open_prepared, with_padding
 from bert_jax.run_file import config_of
-from transformer_jax import checkpoint, corpora, sharding
+from transformer_jax import corpora, sharding
 from transformer_jax.config import MeshConfig, UserError
 from transformer_jax.prepare import prepare
 from transformer_jax.shards import Shards
@@ -52,61 +54,86 @@ def baselines(evaluation: EvaluationData, token_counts_V: np.ndarray, batch_size
 
 
 def evaluate(checkpoint_name: str, recipe: str | None = None, prepared: str | None = None) -> dict[str, Any]:
-    """MLM and NSP loss and accuracy of a run (or RUN@STEP), with counts and baselines.
+    """MLM and NSP loss and accuracy of a checkpoint, with counts and baselines.
 
     The pairs and masks are fixed, so two checkpoints are scored on the same targets. All devices share the rows,
     whatever mesh the run was trained on.
 
     Args:
-      checkpoint_name: a run folder (its newest step that verifies) or RUN@STEP.
+      checkpoint_name: a run folder (its newest step that verifies), RUN@STEP, or a Hugging Face folder.
       recipe: a recipe file whose documents are all evaluated, tokenised as the checkpoint says; without it, the
         held-out part of the run's own prepared data.
-      prepared: where the run's prepared data lies now, if it was moved.
+      prepared: where prepared data lies, for a checkpoint that names none or whose data was moved. Its training part
+        gives the baselines; without any, they are fitted on the evaluated text itself, which makes them stronger.
 
     Returns:
-      checkpoint, step, loss, mlm_loss, mlm_accuracy, the same for nsp where the run has it, standard errors of the
-      accuracies (NAME_standard_error), counts n/..., `text` (what was evaluated), and `baselines`.
+      checkpoint, step (None for a Hugging Face folder), loss, mlm_loss, mlm_accuracy, the same for nsp where the model
+      has that head, standard errors of the accuracies (NAME_standard_error), counts n/..., `text` (what was evaluated),
+      `baselines`, and `baselines_fitted_on`.
 
     Raises:
-      UserError: no checkpoint, no prepared data, another vocabulary, or nothing held out.
+      UserError: no checkpoint, no prepared data and no recipe, another vocabulary, nothing held out, or a model without
+        a masked-LM head.
     """
-    if (Path(checkpoint_name) / "config.json").is_file():
-        raise UserError(f"{checkpoint_name} is a Hugging Face folder; make a run of it first, with `bert-jax import`")
-    step, params, _, meta = checkpoint.read_params(checkpoint_name)
-    config = config_of(meta)
-    if prepared:
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, prepared=prepared))
+    found = load(checkpoint_name)
+    config = _settings(found, prepared)
+    if "mlm" in found.drawn:
+        raise UserError(f"{checkpoint_name} has no masked-LM head: it was drawn at random, so its figures mean nothing")
     where = config.data.prepared
-    if not (Path(where) / "manifest.json").exists():
-        missing = f"{where}: no prepared data here" if where else f"{checkpoint_name} names no prepared data"
-        raise UserError(f"{missing}, and the baselines come from it; say where it lies with --prepared DIR")
-    training = open_prepared(config, "train")
-    if training.tokenizer.digest != meta["tokenizer_digest"]:
-        raise UserError(f"{where}: made with another vocabulary than {checkpoint_name}")
+    training: Shards | None = None
+    documents: Shards | None = None
     with contextlib.ExitStack() as stack:
-        if recipe is None:
+        if (Path(where) / "manifest.json").exists():
+            training = open_prepared(config, "train")
+            if training.tokenizer.digest != found.tokenizer.digest:
+                raise UserError(f"{where}: made with another vocabulary than {checkpoint_name}")
             documents = open_prepared(config, "heldout")
-            if not documents.num_documents:
-                raise UserError(f"{where}: nothing was held out; set `heldout` in the recipe, or give --data RECIPE")
-        else:
+        elif recipe is None or where:
+            missing = f"{where}: no prepared data here" if where else f"{checkpoint_name} names no prepared data"
+            raise UserError(
+                f"{missing}; say where it lies with --prepared DIR"
+                + ("" if recipe else ", or which text to evaluate with --data RECIPE")
+            )
+        if recipe is not None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            documents = _tokenised(recipe, WordPiece.from_files(meta["tokenizer"]), folder)
+            documents = _tokenised(recipe, found.tokenizer, folder)
+        assert documents is not None
+        if not documents.num_documents:
+            raise UserError(f"{where}: nothing was held out; set `heldout` in the recipe, or give --data RECIPE")
         evaluation = EvaluationData(documents, config.examples)
         mesh = sharding.make_mesh(MeshConfig())
         devices = sharding.batch_devices(mesh)
         batch_size = -(-(config.train.eval_batch_size or config.train.batch_size) // devices) * devices
         train = dataclasses.replace(config.train, batch_size=batch_size, eval_batch_size=0, accumulate=1)
         engine = make_engine(dataclasses.replace(config, train=train, mesh=MeshConfig()), mesh)
+        params = with_padding(found.params, config.model)
         scores = engine.evaluate(jax.tree.map(jax.device_put, params, engine.shardings.params), evaluation)
         assert scores is not None
-        base = baselines(evaluation, training.tokens_by_id())
+        base = baselines(evaluation, (training or documents).tokens_by_id())
     errors: dict[str, float] = {}
     for name in engine.task.losses:
         rate, count = scores[f"{name}_accuracy"], max(scores[f"n/{name}"], 1.0)
         errors[f"{name}_accuracy_standard_error"] = math.sqrt(max(rate * (1 - rate), 0.0) / count)
     text = "held out" if recipe is None else f"all of {recipe}"
-    facts = {"checkpoint": checkpoint_name, "step": step, "text": text}
+    facts = {"checkpoint": checkpoint_name, "step": found.step, "text": text}
+    fitted_on = "the training part" if training is not None else "the evaluated text itself"
+    facts["baselines_fitted_on"] = fitted_on
     return facts | scores | errors | {"baselines": dataclasses.asdict(base)}
+
+
+def _settings(found: Loaded, prepared: str | None) -> PretrainConfig:
+    """The settings of a run; for a model from elsewhere the defaults that suit it, and the heads that it has."""
+    if found.meta and "imported_from" not in found.meta:
+        config = dataclasses.replace(config_of(found.meta), model=found.config)
+    else:
+        config = PretrainConfig(model=found.config)
+        length = min(config.examples.max_seq_length, found.config.max_position_embeddings)
+        config = dataclasses.replace(config, examples=dataclasses.replace(config.examples, max_seq_length=length))
+    if {"nsp", "pooler"} & set(found.drawn):
+        config = dataclasses.replace(config, examples=dataclasses.replace(config.examples, sentence_task="none"))
+    if prepared:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, prepared=prepared))
+    return config
 
 
 def _tokenised(recipe: str, tokenizer: WordPiece, folder: Path) -> Shards:
@@ -124,10 +151,10 @@ def table(scores: dict[str, Any]) -> str:
     """The figures for people, each with its count and its baseline."""
     base = scores["baselines"]
     rows = [
-        f"{scores['text']}, step {scores['step']}, fixed masks and pairs",
+        scores["text"] + (f", step {scores['step']}" if scores["step"] is not None else "") + ", fixed masks and pairs",
         f"{'':22}{'model':>9}  {'baseline':>9}  n",
         f"{'MLM cross-entropy':22}{scores['mlm_loss']:9.4f}  {base['mlm_loss']:9.4f}  {scores['n/mlm']:.0f}"
-        " masked pieces  (baseline: unigram of the training part; nats)",
+        f" masked pieces  (baseline: unigram of {scores['baselines_fitted_on']}; nats)",
         f"{'MLM accuracy':22}{scores['mlm_accuracy']:9.4f}  {base['mlm_accuracy']:9.4f}  {scores['n/mlm']:.0f}"
         f"  ({scores['mlm_accuracy'] / max(base['mlm_accuracy'], 1e-9):.2f} times the baseline)",
     ]

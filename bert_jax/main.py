@@ -68,9 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="the held-out figures as JSON on standard output")
 
     sub = command("evaluate", _evaluate, "MLM and NSP loss and accuracy on held-out text, with counts and baselines")
-    sub.add_argument("checkpoint", metavar="CHECKPOINT", help="a run folder or RUN@STEP")
+    sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
     sub.add_argument("--data", metavar="RECIPE.toml", help="evaluate all documents of this recipe instead")
-    sub.add_argument("--prepared", metavar="DIR", help="the run's prepared data, if it was moved")
+    sub.add_argument("--prepared", metavar="DIR", help="prepared data, where the checkpoint names none or it was moved")
     sub.add_argument("--json", action="store_true")
 
     sub = command("fill-mask", _fill_mask, "the best pieces for each [MASK], with probabilities")

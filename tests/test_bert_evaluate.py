@@ -2,14 +2,17 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import tiny_run
+from safetensors.numpy import load_file, save_file
 from tiny_run import Run
 
 from bert_jax import evaluate as evaluating
+from bert_jax.config import ExamplesConfig
 from bert_jax.data import EvaluationData
 from bert_jax.evaluate import Baselines, baselines, evaluate, table
 from bert_jax.interop import huggingface
@@ -26,12 +29,16 @@ def saved(tmp_path_factory):
     tiny_run.prepare(folder / "prepared")
     run = Run(tiny_run.config(folder), jax.devices()[:1])
     config = tiny_run.config(folder, train_batch_size=10, mesh_fsdp=5, mesh_data=2)
+    save(folder / "run", run, config)
+    return folder, run
+
+
+def save(run_dir, run, config):
     config = dataclasses.replace(config, model=run.config.model)
-    meta = make_meta(config, Shards.open(folder / "prepared", "train"))
-    checkpoints = Checkpoints(folder / "run" / "checkpoints", CheckpointConfig())
+    meta = make_meta(config, Shards.open(Path(config.data.prepared), "train"))
+    checkpoints = Checkpoints(run_dir / "checkpoints", CheckpointConfig())
     checkpoints.save(3, run.engine.init()._asdict(), {}, meta)
     checkpoints.close()
-    return folder, run
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +97,13 @@ def test_the_table_gives_each_figure_its_count_and_baseline(scores):
 
 def test_another_vocabulary_or_no_data_is_refused(saved, tmp_path):
     run = str(saved[0] / "run")
-    with pytest.raises(UserError, match=r"no prepared data here, .* say where it lies with --prepared"):
+    with pytest.raises(UserError, match=r"no prepared data here; say where it lies with --prepared"):
         evaluate(run, prepared=str(tmp_path / "nothing"))
     huggingface.export_checkpoint(run, tmp_path / "hf")
-    with pytest.raises(UserError, match="is a Hugging Face folder; make a run of it first, with `bert-jax import`"):
+    with pytest.raises(UserError, match=r"hf names no prepared data; .*--prepared DIR, or .* --data RECIPE"):
         evaluate(str(tmp_path / "hf"))
     huggingface.import_folder(tmp_path / "hf", tmp_path / "imported")
-    with pytest.raises(UserError, match=r"imported names no prepared data, .* say where it lies with --prepared"):
+    with pytest.raises(UserError, match=r"imported names no prepared data; say where it lies with --prepared"):
         evaluate(str(tmp_path / "imported"))
     tiny_run.prepare(tmp_path / "other", vocab=[*tiny_run.VOCAB[:-1], "other"])
     with pytest.raises(UserError, match="made with another vocabulary than"):
@@ -108,18 +115,67 @@ def test_another_vocabulary_or_no_data_is_refused(saved, tmp_path):
         evaluate(str(tmp_path / "nowhere"))
 
 
-def test_the_documents_of_a_recipe_are_all_evaluated(saved, tmp_path, monkeypatch):
-    """Tokenised with the checkpoint's own vocabulary; nothing is written beside the run or the recipe."""
+def write_text(folder):
+    """A recipe, half held out, of nine documents."""
     rng = np.random.default_rng(0)
     words = [w for w in tiny_run.VOCAB if w.startswith("w")]
     text = "\n\n".join("\n".join(" ".join(rng.choice(words, 5)) for _ in range(6)) for _ in range(9))
-    (tmp_path / "new.txt").write_text(text + "\n")
-    (tmp_path / "r.toml").write_text('name = "new"\nheldout = 0.5\n[[sources]]\nfiles = ["new.txt"]\n')
+    (folder / "new.txt").write_text(text + "\n")
+    (folder / "r.toml").write_text('name = "new"\nheldout = 0.5\n[[sources]]\nfiles = ["new.txt"]\n')
+    return str(folder / "r.toml")
+
+
+def test_the_documents_of_a_recipe_are_all_evaluated(saved, tmp_path, monkeypatch):
+    """Tokenised with the checkpoint's own vocabulary; nothing is written beside the run or the recipe."""
+    recipe = write_text(tmp_path)
     seen = []
     real = evaluating.EvaluationData
     noted = lambda shards, config: (seen.append(shards.num_documents), real(shards, config))[1]  # noqa: E731
     monkeypatch.setattr(evaluating, "EvaluationData", noted)
-    found = evaluate(str(saved[0] / "run"), recipe=str(tmp_path / "r.toml"))
-    assert table(found).startswith(f"all of {tmp_path / 'r.toml'}, step 3")  # which need not be held out
+    found = evaluate(str(saved[0] / "run"), recipe=recipe)
+    assert table(found).startswith(f"all of {recipe}, step 3")  # which need not be held out
     assert seen == [9] and found["n/nsp"] > 0 and found["baselines"]["mlm_loss"] > 0
     assert {p.name for p in tmp_path.iterdir()} == {"new.txt", "r.toml"}
+
+
+def test_a_hugging_face_folder_has_the_figures_of_the_run_it_came_from(saved, tmp_path):
+    folder, run = saved
+    length = run.config.examples.max_seq_length
+    as_by_default = dataclasses.replace(run.config, examples=ExamplesConfig(max_seq_length=length))
+    save(tmp_path / "run", run, as_by_default)
+    expected = evaluate(str(tmp_path / "run"))
+    assert expected["n/nsp"] > 20
+    huggingface.export_checkpoint(tmp_path / "run", tmp_path / "hf")
+    huggingface.import_folder(tmp_path / "hf", tmp_path / "imported")
+    for name, step in (("hf", None), ("imported", 0)):
+        found = evaluate(str(tmp_path / name), prepared=str(folder / "prepared"))
+        assert found["step"] == step and found["text"] == "held out"
+        figures = {
+            k: v
+            for k, v in expected.items()
+            if k not in ("checkpoint", "step", "text", "baselines", "baselines_fitted_on")
+        }
+        assert {k: found[k] for k in figures} == pytest.approx(figures, rel=1e-6)
+        assert found["baselines"] == expected["baselines"]
+
+
+def test_heads_that_a_folder_lacks_are_not_scored(saved, tmp_path):
+    folder, _ = saved
+    huggingface.export_checkpoint(folder / "run", tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({k: v for k, v in tensors.items() if "pooler" not in k and "seq_relationship" not in k}, file)
+    found = evaluate(str(tmp_path / "hf"), prepared=str(folder / "prepared"))
+    assert "nsp_loss" not in found and found["n/mlm"] > 0
+    save_file({k: v for k, v in load_file(file).items() if not k.startswith("cls.")}, file)
+    with pytest.raises(UserError, match="has no masked-LM head"):
+        evaluate(str(tmp_path / "hf"), prepared=str(folder / "prepared"))
+
+
+def test_without_prepared_data_the_baselines_are_those_of_the_evaluated_text(saved, tmp_path):
+    huggingface.export_checkpoint(saved[0] / "run", tmp_path / "hf")
+    recipe = write_text(tmp_path)
+    found = evaluate(str(tmp_path / "hf"), recipe=recipe)
+    assert found["baselines_fitted_on"] == "the evaluated text itself"
+    assert table(found).splitlines()[0] == f"all of {recipe}, fixed masks and pairs"
+    assert "unigram of the evaluated text itself" in table(found)
