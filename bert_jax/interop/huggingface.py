@@ -5,16 +5,13 @@ Neither torch nor transformers is needed: numpy writes the safetensors file, and
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
-import json
 import logging
-import os
 import shutil
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from bert_jax.config import BertConfig, PretrainConfig
 from bert_jax.interop.huggingface_names import Say, absent_heads, from_hf, to_hf
@@ -32,6 +28,8 @@ from bert_jax.model import BertForPreTraining
 from transformer_jax import config as core
 from transformer_jax.checkpoint import Checkpoints, read_params
 from transformer_jax.config import UserError
+from transformer_jax.new_folder import check_target, new_folder
+from transformer_jax.safetensors_folder import read_json, read_tensors, write_json
 from transformer_jax.tokenizer import WordPiece
 
 __all__ = [
@@ -140,8 +138,8 @@ def open_folder(path: str | Path, *, seed: int | None = None, say: Say = _log) -
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
-    config = config_from_hf(_read_json(folder / "config.json"), str(folder / "config.json"))
-    tensors = _read_tensors(folder)
+    config = config_from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
+    tensors = read_tensors(folder, "BertForPreTraining")
     try:
         params = from_hf(tensors, config, seed=seed, say=say)
     except UserError as e:
@@ -249,10 +247,10 @@ def export(
         that was not there before.
     """
     out = Path(out)
-    _check_target(out, overwrite)
+    check_target(out, overwrite, ("config.json", "model.safetensors"))
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(f"the tokenizer has {tokenizer.vocab_size} entries, the model only {config.vocab_size}")
-    with _new_folder(out) as folder:
+    with new_folder(out) as folder:
         _write(folder, params, config, tokenizer, extra_card or {})
         _verify(folder, params, config, tokenizer, reference)
     return out
@@ -289,7 +287,7 @@ def import_folder(source: str | Path, run_dir: str | Path, *, seed: int | None =
     }
     zero = np.zeros((), np.int32)
     state = {"step": zero, "params": found.params, "nonfinite_total": zero, "nonfinite_in_row": zero}
-    with _new_folder(run_dir) as folder:
+    with new_folder(run_dir) as folder:
         (folder / "config.toml").write_text(core.dump_toml(config), encoding="utf-8")
         found.tokenizer.save(folder / "tokenizer")
         checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
@@ -306,7 +304,7 @@ def _write(
     folder: Path, params: Mapping[str, Any], config: BertConfig, tokenizer: WordPiece, card: Mapping[str, Any]
 ) -> None:
     save_file(to_hf(params, config), folder / "model.safetensors", metadata={"format": "pt"})
-    _write_json(folder / "config.json", config_to_hf(config, tokenizer))
+    write_json(folder / "config.json", config_to_hf(config, tokenizer))
     # The library makes a file that only its owner can read; this one is to be read like those beside it.
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
     for name, text in tokenizer.files(model_max_length=config.max_position_embeddings).items():
@@ -365,93 +363,6 @@ def _check_tokenizer(folder: Path, tokenizer: WordPiece) -> None:
                 f"{folder}: tokenizer.json cuts text in a way that is not supported here: {text!r} has the ids "
                 f"{theirs} by the library, {ours} by ours"
             )
-
-
-def _check_target(out: Path, overwrite: bool) -> None:
-    if out.is_dir():
-        contents = {p.name for p in out.iterdir()}
-        if not contents:
-            return
-        if not overwrite:
-            raise UserError(f"{out} is not empty; give another folder, or ask for it to be overwritten")
-        if not {"config.json", "model.safetensors"} <= contents:
-            raise UserError(f"{out} is not an earlier export (no config.json and model.safetensors), so it is kept")
-    elif out.exists() or out.is_symlink():
-        raise UserError(f"{out} is a file; give a folder that is new or empty")
-
-
-@contextlib.contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that takes its place when the block ends well, and is gone when it does not."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    made = target.parent / f".{target.name}.{os.getpid()}.partial"
-    old = made.with_suffix(".old")
-    try:
-        made.mkdir()
-        yield made
-        if target.exists():
-            target.rename(old)
-        try:
-            made.rename(target)
-        except OSError:
-            if old.exists():
-                old.rename(target)
-            raise
-    except (OSError, SafetensorError) as e:  # a full disk is one of either
-        raise UserError(f"{target} cannot be written: {e}") from e
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
-    """All tensors of `model.safetensors`, or of the files its index names."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
-        files = [single]
-    elif index.exists():
-        files = [folder / name for name in _named_files(index)]
-    else:
-        others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".h5", ".msgpack", ".index", ".pt"))
-        if any(name.endswith((".bin", ".pt")) for name in others):
-            raise UserError(
-                f"{folder}: the weights are a pickle ({', '.join(others)}), which can run any code when it is opened, "
-                "so it is not read; where you trust it, write them again as safetensors: "
-                "BertForPreTraining.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
-            )
-        found = f" (only {', '.join(others)})" if others else ""
-        raise UserError(f"{folder}: no model.safetensors{found}; weights are read from safetensors files alone")
-    tensors: dict[str, np.ndarray] = {}
-    for file in files:
-        try:
-            tensors |= load_file(file)
-        except (OSError, SafetensorError, TypeError, ValueError, KeyError) as e:
-            raise UserError(f"{file}: cannot be read as safetensors: {e}") from None
-    return tensors
-
-
-def _named_files(index: Path) -> list[str]:
-    names = _read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
-        raise UserError(f"{index}: has no weight_map from the names of tensors to files beside it")
-    return sorted(set(names.values()))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; it is part of every Hugging Face folder") from None
-    except (OSError, ValueError) as e:
-        raise UserError(f"{path}: cannot be read as JSON: {e}") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: holds no JSON object")
-    return data
-
-
-def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _either(values: tuple[Any, ...]) -> str:

@@ -1,0 +1,63 @@
+"""A folder that is written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from transformer_jax.config import UserError
+
+
+def check_target(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
+    """Refuse a target that holds anything, or with `overwrite` anything but an earlier export.
+
+    Args:
+      marks: files by which an earlier export is known.
+
+    Raises:
+      UserError: `out` is a file, or a folder in use.
+    """
+    if out.is_dir():
+        contents = {p.name for p in out.iterdir()}
+        if not contents:
+            return
+        if not overwrite:
+            raise UserError(f"{out} is not empty; give another folder, or ask for it to be overwritten")
+        if not set(marks) <= contents:
+            raise UserError(f"{out} is not an earlier export (no {' and '.join(marks)}), so it is kept")
+    elif out.exists() or out.is_symlink():
+        raise UserError(f"{out} is a file; give a folder that is new or empty")
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target` that takes its place when the block ends well, and is gone when it does not.
+
+    Raises:
+      UserError: the disk refuses; the folder at `target` is then the one that was there before.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made = target.parent / f".{target.name}.{os.getpid()}.partial"
+    old = made.with_suffix(".old")
+    try:
+        made.mkdir()
+        yield made
+        if target.exists():
+            target.rename(old)
+        try:
+            made.rename(target)
+        except OSError:
+            if old.exists():
+                old.rename(target)
+            raise
+    except (OSError, SafetensorError) as e:  # a full disk is one of either
+        raise UserError(f"{target} cannot be written: {e}") from e
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
