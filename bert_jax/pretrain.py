@@ -87,7 +87,7 @@ def make_engine(config: PretrainConfig, mesh: Mesh) -> Engine:
 
 def make_meta(config: PretrainConfig, shards: Shards) -> dict[str, Any]:
     """What makes a checkpoint self-contained; see `transformer_jax.run.make_meta`."""
-    return run.make_meta(
+    meta = run.make_meta(
         config,
         tokenizer_files=shards.tokenizer.files(),
         tokenizer_digest=shards.tokenizer.digest,
@@ -96,6 +96,9 @@ def make_meta(config: PretrainConfig, shards: Shards) -> dict[str, Any]:
         naming=NAMING,
         packages=("tokenizers",),
     )
+    about = shards.manifest["made_from"].get("about", {})
+    meta["data"] |= {key: about[key] for key in ("license", "language") if about.get(key)}
+    return meta
 
 
 def pretrain(

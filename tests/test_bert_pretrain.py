@@ -1,5 +1,6 @@
 """One run from its settings to its files; and phases that start from another checkpoint."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -9,17 +10,21 @@ import pytest
 import tiny_run
 
 from bert_jax import pretrain as pretraining
+from bert_jax.config import DataConfig
 from bert_jax.interop import huggingface
 from bert_jax.pretrain import pretrain
 from bert_jax.run_file import check_resume, load_run
 from bert_jax.run_page import write_run_page
 from transformer_jax import checkpoint, sharding
 from transformer_jax import config as core
+from transformer_jax import prepare as preparing
 from transformer_jax.config import CheckpointConfig, ConfigError, UserError
+from transformer_jax.corpora import load_recipe
 from transformer_jax.lock import locked
 from transformer_jax.report import read_records
 from transformer_jax.run import starting_point
-from transformer_jax.shards import write_prepared
+from transformer_jax.shards import Shards, write_prepared
+from transformer_jax.tokenizer_config import WordPieceConfig
 
 MAKE_MESH = sharding.make_mesh
 
@@ -63,6 +68,35 @@ def test_the_run_folder_holds_what_the_design_says(phase_1):
     )
     assert (run / "tokenizer" / "vocab.txt").read_text().split() == tiny_run.VOCAB
     assert [r["step"] for r in read_records(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 6]
+
+
+def test_licence_and_language_of_a_recipe_reach_checkpoint_and_model_card(tmp_path):
+    text = "\n\n".join(" ".join(tiny_run.VOCAB[5 + i :]) for i in range(4))
+    (tmp_path / "a.txt").write_text(text + "\n")
+    recipe = 'name = "a"\nlicense = "CC0-1.0"\nlanguage = "en"\nheldout = 0.0\n[[sources]]\nfiles = ["a.txt"]\n'
+    (tmp_path / "a.toml").write_text(recipe)
+    say: list[str] = []
+
+    def prepare_again():
+        words = WordPieceConfig(vocab_size=40)
+        preparing.prepare(load_recipe(tmp_path / "a.toml"), words, tmp_path / "p", workers=1, say=say.append)
+        return Shards.open(tmp_path / "p", "train")
+
+    shards = prepare_again()
+    config = pretraining.resolve(dataclasses.replace(tiny_run.config(tmp_path), data=DataConfig()), shards)
+    meta = pretraining.make_meta(config, shards)
+    assert meta["data"]["license"] == "CC0-1.0" and meta["data"]["language"] == "en"
+    task = pretraining.PretrainingTask(config.model, 16)
+    params = sharding.unbox(task.init(jax.random.key(0)))
+    with contextlib.closing(checkpoint.Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig())) as saved:
+        saved.save(1, {"params": params}, {}, meta)
+    huggingface.export_checkpoint(tmp_path / "run", tmp_path / "hf")
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "| licence of the text | CC0-1.0 |" in card and 'language: "en"' in card
+    before = shards.fingerprint
+    (tmp_path / "a.toml").write_text(recipe.replace("CC0-1.0", "CC-BY-4.0"))
+    shards = prepare_again()
+    assert pretraining.make_meta(config, shards)["data"]["license"] == "CC-BY-4.0" and shards.fingerprint == before
 
 
 def test_a_checkpoint_holds_all_that_other_commands_need(phase_1):

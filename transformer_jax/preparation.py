@@ -49,7 +49,7 @@ VERSION = 1
 HOPELESS_UNKNOWN_RATE = 0.2
 """With this share of a script unknown (and ten times the limit), `prepare` stops before the end of the corpus."""
 HOPELESS_MIN_PIECES = 20_000
-NOT_FOR_VOCABULARY = ("shard_mb", "max_unknown_rate", "min_documents", "texts")
+NOT_FOR_VOCABULARY = ("about", "shard_mb", "max_unknown_rate", "min_documents", "texts")
 """Keys of `made_from` that the vocabulary does not depend on."""
 
 Say = Callable[[str], None]

@@ -86,6 +86,7 @@ def prepare(
         "shard_mb": shard_mb,
         "max_unknown_rate": max_unknown_rate,
         "min_documents": min_documents,
+        "about": {"name": recipe.name, "license": recipe.license, "language": recipe.language},
     }
     return prepare_documents(
         lambda: corpora.documents(recipe),

@@ -207,6 +207,9 @@ def export_checkpoint(
     if "data" in found.meta:
         facts["data_fingerprint"] = found.meta["data"]["fingerprint"]
         facts["sources"] = ", ".join(found.meta["data"]["sources"])
+        # Which licence the model has is for who publishes it to say.
+        facts["licence_of_the_text"] = found.meta["data"].get("license", "not stated in the recipe")
+        facts["language"] = found.meta["data"].get("language", "")
     if found.drawn:
         facts["never_trained"] = ", ".join(found.drawn) + ": random numbers"
     if found.meta and "imported_from" not in found.meta:
