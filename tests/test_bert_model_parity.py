@@ -65,7 +65,7 @@ def to_tree(tensors: Tensors, config: BertConfig, dtype: Any = np.float32) -> di
     for entry in entries(config):
         value = tensors[entry.name].astype(dtype)
         value = value.T if entry.is_kernel else value
-        if entry.has_vocab:
+        if entry.padded_rows:
             # What stands in the padding rows must have no influence.
             value = np.pad(
                 value,
@@ -83,7 +83,7 @@ def from_tree(tree: Any, config: BertConfig) -> Tensors:
     out = {}
     for entry in entries(config):
         value = np.asarray(functools.reduce(lambda node, part: node[part], entry.path, tree))
-        if entry.has_vocab:
+        if entry.padded_rows:
             assert not value[config.vocab_size :].any(), "a padding row has a gradient"
             value = value[: config.vocab_size]
         out[entry.name] = value.T if entry.is_kernel else value
