@@ -82,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("import", _import, "make a run from a Hugging Face folder, to go on training or to evaluate")
     sub.add_argument("source", metavar="SOURCE", help="a folder with config.json, model.safetensors and vocab.txt")
     sub.add_argument("run", metavar="RUN", help="the run folder to make")
+    sub.add_argument("--seed", type=int, default=0, help="draws the heads that the source lacks")
 
     sub = command("export", _export, "write a model for other programs; what was written is loaded again and compared")
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
@@ -158,7 +159,7 @@ def _fill_mask(args: argparse.Namespace, rest: list[str]) -> int:
 def _import(args: argparse.Namespace, rest: list[str]) -> int:
     from bert_jax.interop.huggingface import import_folder
 
-    import_folder(args.source, args.run)
+    import_folder(args.source, args.run, seed=args.seed)
     print(args.run)
     return 0
 

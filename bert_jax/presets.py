@@ -13,3 +13,13 @@ PRESETS: dict[str, BertConfig] = {
     "bert-mini": BertConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024),
     "bert-tiny": BertConfig(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512),
 }
+
+
+def nearest_preset(config: BertConfig) -> str:
+    """The preset of the same sizes, or else the one with the fewest that differ; the smallest of several."""
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+
+    def differing(name: str) -> int:
+        return sum(getattr(PRESETS[name], size) != getattr(config, size) for size in sizes)
+
+    return min(reversed(PRESETS), key=differing)

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
+from bert_jax.config import BertConfig
 from bert_jax.model import count_parameters
-from bert_jax.presets import PRESETS
+from bert_jax.presets import PRESETS, nearest_preset
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,10 @@ def test_heads_are_64_wide_and_the_vocabulary_is_left_to_the_data() -> None:
     assert {c.head_dim for c in PRESETS.values()} == {64}
     assert {c.vocab_size for c in PRESETS.values()} == {0}
     assert {c.intermediate_size // c.hidden_size for c in PRESETS.values()} == {4}
+
+
+def test_a_model_is_given_the_preset_of_its_sizes_or_the_nearest() -> None:
+    for name, preset in PRESETS.items():
+        assert nearest_preset(dataclasses.replace(preset, vocab_size=99, hidden_act="relu")) == name
+    six_layers = BertConfig(hidden_size=768, num_hidden_layers=6, num_attention_heads=12, intermediate_size=3072)
+    assert nearest_preset(six_layers) == "bert-base"

@@ -217,6 +217,13 @@ def test_a_phase_that_goes_on_past_its_last_step_is_refused(phase_1, tmp_path):
         start(config)
 
 
+def test_moments_of_another_optimizer_are_not_kept(phase_1, tmp_path):
+    config = phase_2(phase_1, tmp_path, optimizer="keep", schedule="continue")
+    other = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name="bert_adam"))
+    with pytest.raises(ConfigError, match=r'trained with adamw, .*set optimizer\.name = "adamw", or say .* "reset"'):
+        start(other)
+
+
 def test_a_start_from_another_model_or_vocabulary_is_refused(phase_1, tmp_path):
     config = phase_2(phase_1, tmp_path, optimizer="reset", schedule="restart")
     other = dataclasses.replace(config, model=dataclasses.replace(config.model, intermediate_size=48))

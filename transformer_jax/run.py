@@ -197,6 +197,13 @@ def check_init(config: Any, step: int | None, meta: Mapping[str, Any], folder_ki
     made = untrained(meta)
     if init.optimizer == "keep" and made:
         raise ConfigError(f'{where} is an {made} model: it has no optimizer to keep, so say optimizer = "reset"')
+    if init.optimizer == "keep" and step is not None:
+        other = meta["config"]["optimizer"]["name"]
+        if other != config.optimizer.name:
+            raise ConfigError(
+                f"{where} was trained with {other}, whose moments are not those of {config.optimizer.name}: set "
+                f'optimizer.name = "{other}", or say optimizer = "reset" in [init]'
+            )
 
 
 def start_of_phase(config: Any, engine: Engine, step: int | None, params: Callable[[], Any], notes: list[str]) -> Start:

@@ -25,6 +25,7 @@ from bert_jax.config import BertConfig, PretrainConfig
 from bert_jax.interop.huggingface_names import Say, absent_heads, from_hf, to_hf
 from bert_jax.interop.model_card import model_card
 from bert_jax.model import BertForPreTraining
+from bert_jax.presets import nearest_preset
 from transformer_jax import config as core
 from transformer_jax.checkpoint import Checkpoints, read_params
 from transformer_jax.config import UserError
@@ -278,7 +279,12 @@ def import_folder(source: str | Path, run_dir: str | Path, *, seed: int | None =
     if run_dir.exists() and not (run_dir.is_dir() and not any(run_dir.iterdir())):
         raise UserError(f"{run_dir} is in use; give a folder that is new or empty")
     found = open_folder(source, seed=seed, say=say)
-    config = PretrainConfig(run_dir=str(run_dir), model=found.config, tokenizer=found.tokenizer.config)
+    config = PretrainConfig(
+        preset=nearest_preset(found.config),
+        run_dir=str(run_dir),
+        model=found.config,
+        tokenizer=found.tokenizer.config,
+    )
     meta = {
         "config": core.to_builtins(config),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "orbax-checkpoint")},
