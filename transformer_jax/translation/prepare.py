@@ -385,3 +385,44 @@ def _report(manifest: Mapping[str, Any], splits: Mapping[str, Shards]) -> dict[s
         "target lengths (train, pieces)": data_report.histogram(lengths["train"][:, 1]),
         "inputs": {name: {k: v for k, v in row.items() if v} for name, row in manifest["pairs"].items()},
     }
+
+
+def write_pairs(
+    folder: Path,
+    vocabularies: Vocabularies,
+    splits: Mapping[str, Sequence[tuple[str, str]]],
+    *,
+    texts: Sequence[str] = SPLITS,
+    pairs_per_shard: int | None = None,
+) -> None:
+    """Write a whole prepared folder from pairs in memory: for tests, and for pairs that come from elsewhere.
+
+    Args:
+      splits: for each of train, validation and test its pairs; those left out are empty.
+      texts: splits whose sentences are kept beside their ids.
+
+    Raises:
+      UserError: a side without any piece.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / shards.MANIFEST).unlink(missing_ok=True)
+    scheme_of = {split: PairScheme(Splitter((split,), 0.0, 0.0), tuple(texts)) for split in SPLITS}
+    entries: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
+    for split, own in splits.items():
+        size = pairs_per_shard or max(1, len(own))
+        for number, start in enumerate(range(0, len(own), size)):
+            documents = [list(pair) for pair in own[start : start + size]]
+            hashes = [cleaning.pair_hash(*pair) for pair in own[start : start + size]]
+            chunk = Chunk(number, "", [0] * len(documents), hashes, documents, 0)
+            arrays, counted = scheme_of[split].encode(vocabularies, chunk)
+            if counted["empty_documents"]:
+                raise UserError(f"{folder}: the split `{split}` has a pair with an empty side; leave it out")
+            name = f"{split}-{number:05d}"
+            entries[split].append(shards.write_shard(folder, name, arrays[split], vocabularies.vocab_size))
+    manifest = shards.make_manifest(
+        vocab_size=vocabularies.vocab_size,
+        tokenizer=shards.write_tokenizer(folder, vocabularies),
+        source_names=["pairs"],
+        splits=entries,
+    )
+    shards.write_manifest(folder, manifest | {"languages": ["", ""]})
