@@ -1,31 +1,13 @@
-"""The page of a pretraining run: last held-out figures, settings and the data report."""
+"""The page of a pretraining run."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from bert_jax.config import PretrainConfig
-from transformer_jax import config as core
-from transformer_jax.config import UserError
-from transformer_jax.page import write_page
-from transformer_jax.report import read_records
+from transformer_jax import run_page
 
 
 def write_run_page(run_dir: Path) -> Path:
     """Write `report.html` into a run folder from what lies in it; returns its path."""
-    if not (run_dir / "config.toml").exists():
-        raise UserError(f"{run_dir}: not a run folder (it has no config.toml)")
-    records = read_records(run_dir / "metrics.jsonl")
-    tables: dict[str, dict[str, Any]] = {}
-    for split, title in (("heldout", "Held out"), ("train", "Training")):
-        last = next((r for r in reversed(records) if r["split"] == split), None)
-        if last is not None:
-            tables[f"{title}, step {last['step']}"] = {k: v for k, v in last.items() if k not in ("step", "split")}
-    texts = {}
-    settings = core.load(PretrainConfig, core.read_toml(run_dir / "config.toml"), str(run_dir / "config.toml"))
-    data_report = Path(settings.data.prepared) / "report.txt"
-    if data_report.exists():
-        texts["Data"] = data_report.read_text(encoding="utf-8")
-    texts["Settings"] = (run_dir / "config.toml").read_text(encoding="utf-8")
-    return write_page(run_dir, tables, texts)
+    return run_page.write_run_page(run_dir, PretrainConfig)
