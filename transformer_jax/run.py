@@ -24,7 +24,7 @@ from transformer_jax.signals import StopSignal
 from transformer_jax.train import Data, Engine, Evaluation, RunResult, TrainState, Validation, train
 
 
-class Epochs(Data, Protocol):
+class Stream(Data, Protocol):
     """A stream that goes round its rows."""
 
     def num_rows(self, epoch: int) -> int:
@@ -55,7 +55,7 @@ class Start(NamedTuple):
 def run(
     config: Any,
     engine: Engine,
-    data: Epochs,
+    data: Stream,
     evaluation: Evaluation | None,
     meta: Mapping[str, Any],
     *,
@@ -124,7 +124,7 @@ def run(
 def starting_point(
     config: Any,
     engine: Engine,
-    data: Epochs,
+    data: Stream,
     checkpoints: Checkpoints,
     tokenizer_digest: str,
     check_resume: CheckResume,
@@ -264,7 +264,7 @@ def make_meta(
     }
 
 
-def opening_lines(config: Any, engine: Engine, data: Epochs, model: str, row_length: str) -> list[str]:
+def opening_lines(config: Any, engine: Engine, data: Stream, model: str, row_length: str) -> list[str]:
     """What is about to run, for people.
 
     Args:
