@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from bert_jax import data, examples
 from bert_jax.config import PretrainConfig
-from transformer_jax import corpora, data_report
+from transformer_jax import command, corpora, data_report
 from transformer_jax.config import ConfigError
-from transformer_jax.prepare import Progress
 from transformer_jax.prepare import prepare as prepare_recipe
 
 
@@ -36,8 +33,8 @@ def prepare(config: PretrainConfig, *, workers: int | None = None) -> dict[str, 
         max_unknown_rate=config.data.max_unknown_rate,
         workers=workers,
         min_documents=2 if config.examples.sentence_task == "nsp" else 1,
-        progress=_ProgressLines(),
-        say=lambda message: print(message, file=sys.stderr, flush=True),
+        progress=command.ProgressLines("documents"),
+        say=command.say,
         describe=lambda shards: data.describe(shards, config.examples, config.train.seed),
         described_with=dataclasses.asdict(config.examples) | {"seed": config.train.seed},
     )
@@ -46,25 +43,3 @@ def prepare(config: PretrainConfig, *, workers: int | None = None) -> dict[str, 
 def report_text(report: dict[str, Any]) -> str:
     """The data report for people."""
     return data_report.render(report)
-
-
-class _ProgressLines:
-    """A line of progress on standard error, at most every few seconds: how much, how fast, how long still."""
-
-    def __init__(self, every_seconds: float = 2.0):
-        self.every, self.last, self.stage = every_seconds, 0.0, ""
-
-    def __call__(self, progress: Progress) -> None:
-        now = time.monotonic()
-        if progress.stage == self.stage and now - self.last < self.every:
-            return
-        self.last, self.stage = now, progress.stage
-        megabytes, rate = progress.text_bytes / 1e6, progress.text_bytes / 1e6 / max(progress.seconds, 1e-9)
-        left = ""
-        if progress.total_bytes and rate:
-            left = f", {(progress.total_bytes - progress.text_bytes) / 1e6 / rate:.0f} s left"
-        print(
-            f"{progress.stage}: {progress.documents:,} documents, {megabytes:.1f} MB, {rate:.1f} MB/s{left}",
-            file=sys.stderr,
-            flush=True,
-        )

@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from transformer_jax.config import UserError
 
 if TYPE_CHECKING:
+    from transformer_jax.preparation import Progress
     from transformer_jax.signals import StopSignal
     from transformer_jax.train import RunResult
 
@@ -133,6 +135,33 @@ def json_line(value: Any) -> str:
         return None if isinstance(x, float) and not math.isfinite(x) else x
 
     return json.dumps(strict(value), ensure_ascii=False, allow_nan=False)
+
+
+def say(message: str) -> None:
+    """A line for people, on standard error."""
+    print(message, file=sys.stderr, flush=True)
+
+
+class ProgressLines:
+    """A line of a preparation's progress on standard error, every few seconds: how much, how fast, how long still.
+
+    Args:
+      unit: what the corpus consists of, as in "documents".
+    """
+
+    def __init__(self, unit: str, every_seconds: float = 2.0):
+        self.unit, self.every, self.last, self.stage = unit, every_seconds, 0.0, ""
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if progress.stage == self.stage and now - self.last < self.every:
+            return
+        self.last, self.stage = now, progress.stage
+        megabytes, rate = progress.text_bytes / 1e6, progress.text_bytes / 1e6 / max(progress.seconds, 1e-9)
+        left = ""
+        if progress.total_bytes and rate:
+            left = f", {(progress.total_bytes - progress.text_bytes) / 1e6 / rate:.0f} s left"
+        say(f"{progress.stage}: {progress.documents:,} {self.unit}, {megabytes:.1f} MB, {rate:.1f} MB/s{left}")
 
 
 def _verify(args: argparse.Namespace, rest: list[str]) -> int:

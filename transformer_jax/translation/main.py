@@ -1,0 +1,122 @@
+"""The command `transformer-jax`. Each command is a thin caller of a function that Python code can call as well.
+
+Libraries are imported inside the commands, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformer_jax import command
+from transformer_jax.command import json_line
+from transformer_jax.config import UserError
+
+DESCRIPTION = "Train a Transformer on your own pairs of sentences, go on after any stop, and take the model elsewhere."
+CHECKPOINT = "a run folder (its newest step that verifies) or RUN@STEP"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code, see `transformer_jax.command.main`."""
+    return command.main(_parser(), arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="transformer-jax", description=DESCRIPTION)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    command.add_prepare(commands, _prepare, "make the vocabularies and token shards of a run's pairs, with a report")
+    command.add_training(commands, "train", _train)
+
+    sub = command.add(commands, "evaluate", _evaluate, "cross-entropy, perplexity and accuracy on held-out pairs")
+    sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
+    sub.add_argument("--split", choices=["test", "validation"], default="test")
+    sub.add_argument("--prepared", metavar="DIR", help="the run's prepared data, if it was moved")
+    sub.add_argument("--json", action="store_true")
+
+    sub = command.add(
+        commands, "score", _score, "BLEU and chrF2 with signatures, and the compound-split BLEU of papers"
+    )
+    sub.add_argument("hypotheses", metavar="HYP", help="translations, one a line")
+    sub.add_argument("references", metavar="REF", help="references, one a line")
+    sub.add_argument("--language", default="", help="of the target side, as in de; decides the tokenisers")
+    sub.add_argument("--tokenize", help="sacreBLEU's tokeniser for BLEU: 13a, intl, zh, char or none")
+    sub.add_argument("--json", action="store_true")
+
+    sub = command.add(commands, "average", _average, "the mean of several checkpoints' parameters, as a run of its own")
+    sub.add_argument("checkpoints", metavar="CHECKPOINT", nargs="+", help=CHECKPOINT)
+    sub.add_argument("--last", type=int, default=0, help="the newest so many steps of the one run that is named")
+    sub.add_argument("--out", metavar="RUN", required=True, help="the run folder to make")
+
+    command.add_report(commands, _report)
+    command.add_verify(commands)
+    return parser
+
+
+def _prepare(args: argparse.Namespace, rest: list[str]) -> int:
+    from transformer_jax import data_report
+    from transformer_jax.translation.prepare import prepare
+    from transformer_jax.translation.run_file import load_run
+
+    progress = command.ProgressLines("pairs")
+    report = prepare(load_run(args.run, rest), workers=args.workers, progress=progress, say=command.say)
+    print(json_line(report) if args.json else data_report.render(report))
+    return 0
+
+
+def _train(args: argparse.Namespace, rest: list[str]) -> int:
+    from transformer_jax.translation import run_file
+
+    config = run_file.load_run(args.run, rest)
+    if args.keys:
+        run_file.override(config, ["--help"])
+    command.keep_freed_memory()
+    from transformer_jax.translation.train import train
+
+    return command.training(
+        lambda stop: train(config, force=args.force, stop=stop), _write_page, Path(config.run_dir), args.json
+    )
+
+
+def _evaluate(args: argparse.Namespace, rest: list[str]) -> int:
+    from transformer_jax.translation.evaluate import evaluate, table
+
+    figures = evaluate(args.checkpoint, args.split, args.prepared)
+    print(json_line(figures) if args.json else table(figures))
+    return 0
+
+
+def _score(args: argparse.Namespace, rest: list[str]) -> int:
+    from transformer_jax.translation.score import score_files, table
+
+    scores = score_files(args.hypotheses, args.references, language=args.language, tokenize=args.tokenize)
+    print(json_line(scores) if args.json else table(scores))
+    for note in scores["notes"]:
+        print(f"note: {note}", file=sys.stderr)
+    return 0
+
+
+def _average(args: argparse.Namespace, rest: list[str]) -> int:
+    from transformer_jax.translation.average import average
+
+    if len(args.checkpoints) < 2 and not args.last:
+        raise UserError("one checkpoint has no mean: name several, or how many of the run's newest with --last N")
+    print(average(args.checkpoints, args.out, args.last))
+    return 0
+
+
+def _report(args: argparse.Namespace, rest: list[str]) -> int:
+    print(_write_page(Path(args.run)))
+    return 0
+
+
+def _write_page(run_dir: Path) -> Path:
+    from transformer_jax.run_page import write_run_page
+    from transformer_jax.translation.config import TranslationConfig
+
+    return write_run_page(run_dir, TranslationConfig)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
