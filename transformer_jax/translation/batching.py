@@ -1,0 +1,471 @@
+"""Keeps the rows of a batch busy: sentences enter as others finish, and the batch shrinks when none are left.
+
+Between chunks of steps the host takes finished rows out and puts new sentences in. A new sentence costs the copy of
+its source's keys and values alone: its past begins at the present slot of the cache, and what other sentences wrote
+before is hidden from it. When the slots are used up the cache is packed anew: slots that no live row needs go, and it
+grows or shrinks to the next of a few sizes, so that few programs are compiled.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from transformer_jax import sharding
+from transformer_jax.config import MeshConfig, UserError
+from transformer_jax.translation import decode
+from transformer_jax.translation import step as steps
+from transformer_jax.translation.config import TransformerConfig
+from transformer_jax.translation.decode import NEVER, DecodeSettings, State
+from transformer_jax.translation.model import Transformer
+from transformer_jax.translation.step import Source
+
+LEAST_SLOTS = 32
+ROOM = 16
+"""Steps for which a newly packed cache has slots, or as many as its rows can still need."""
+SHRINK = 4
+"""Batches are as large as asked for, or smaller by powers of this."""
+POLL = 8
+"""Steps between looks for new sentences while none are waiting but more may come."""
+
+
+class Sentence(NamedTuple):
+    """One source: its number, which sampling depends on, and its ids with `</s>`."""
+
+    number: int
+    ids: Sequence[int]
+
+
+class Hypothesis(NamedTuple):
+    """One translation."""
+
+    ids: list[int]
+    """Pieces, without `</s>`."""
+    score: float
+    """Log-probability over the length penalty."""
+    log_prob: float
+    cut: bool
+    """It was ended by the limit of its length, not by `</s>`."""
+
+
+More = Callable[[bool], Sequence[Sentence] | None]
+"""Gives the next sentences; None when there will be no more. With False it may give none for now, and must not wait;
+with True it gives at least one."""
+
+
+class Programs(NamedTuple):
+    """The compiled functions for a model, settings and a mesh."""
+
+    weights: Any
+    encode: Any
+    empty: Any
+    run: Any
+    insert: Any
+    repack: Any
+
+
+@functools.lru_cache(maxsize=8)
+def programs(config: TransformerConfig, settings: DecodeSettings, mesh: Mesh) -> Programs:
+    """Everything that is jitted; each compiles once for each combination of sizes that is met."""
+    rows, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
+    parts = sharding.batch_devices(mesh)
+    fields: dict[str, Any] = dict.fromkeys(State._fields, rows) | {"slot": whole}
+    of_state = State(**fields)
+    model = Transformer(config)
+
+    def encode(params: Any, ids_BS: jax.Array, sequence_ids_BS: jax.Array) -> Source:
+        places_BS = jnp.broadcast_to(jnp.arange(ids_BS.shape[1], dtype=jnp.int32)[None], ids_BS.shape)
+        memory: Any = model.apply({"params": params}, ids_BS, places_BS, sequence_ids_BS, method="encode")
+        keys_values: Any = model.apply({"params": params}, memory, method="memory_keys_values")
+        return steps.source_of(keys_values, sequence_ids_BS)
+
+    def run(weights: Any, state: State, most_steps: jax.Array, until_done: jax.Array) -> State:
+        return decode.run_steps(config, settings, weights, state, most_steps, until_done)
+
+    return Programs(
+        weights=jax.jit(functools.partial(steps.decoder_weights, config), out_shardings=whole),
+        encode=jax.jit(encode, out_shardings=rows),
+        empty=jax.jit(
+            functools.partial(decode.empty_state, config, settings), static_argnums=(0, 1, 2), out_shardings=of_state
+        ),
+        run=jax.jit(run, donate_argnums=1, out_shardings=of_state),
+        insert=jax.jit(
+            functools.partial(insert, parts, settings.beams if settings.sample else 1),
+            donate_argnums=0,
+            out_shardings=of_state,
+        ),
+        repack=jax.jit(functools.partial(repack, parts), static_argnums=(3, 4), out_shardings=of_state),
+    )
+
+
+def insert(
+    parts: int,
+    live_at_start: int,
+    state: State,
+    source: Source,
+    target_E: jax.Array,
+    number_E: jax.Array,
+    limit_E: jax.Array,
+) -> State:
+    """Begin the search of new sentences.
+
+    Rows lie on `parts` devices, each with its share of the batch and of the new sentences; none moves to another.
+
+    Args:
+      live_at_start: hypotheses of a new sentence.
+      target_E: int32, the row within its device's share that each sentence takes; one past the last drops it.
+      number_E, limit_E: as in `State`.
+    """
+    length = state.source.sequence_ids_BS.shape[1]
+
+    def put(old: jax.Array, new: Any) -> jax.Array:
+        new = jnp.broadcast_to(jnp.asarray(new, old.dtype), (target_E.shape[0], *old.shape[1:]))
+        share = jax.vmap(lambda o, t, n: o.at[t].set(n, mode="drop"))
+        old, targets, new = (x.reshape(parts, x.shape[0] // parts, *x.shape[1:]) for x in (old, target_E, new))
+        return share(old, targets, new).reshape(-1, *old.shape[2:])
+
+    def longer(x: jax.Array, axis: int) -> jax.Array:
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, length - x.shape[axis])
+        return jnp.pad(x, widths)
+
+    def put_source(old: Any, new: Any) -> Any:
+        return type(old)(put(old.key, longer(new.key, 3)), put(old.value, longer(new.value, 2)))
+
+    # Beams that begin alike would stay alike, so a search starts from one; samples go apart by themselves.
+    beams_1K = jnp.where(jnp.arange(state.live_BK.shape[1]) < live_at_start, 0.0, NEVER)[None]
+    return state._replace(
+        done_B=put(state.done_B, False),
+        broken_B=put(state.broken_B, False),
+        number_B=put(state.number_B, number_E),
+        position_B=put(state.position_B, 0),
+        limit_B=put(state.limit_B, limit_E),
+        live_BK=put(state.live_BK, beams_1K),
+        lineage_BKT=put(state.lineage_BKT, -1),
+        finished_BP=put(state.finished_BP, NEVER),
+        log_prob_BP=put(state.log_prob_BP, NEVER),
+        length_BP=put(state.length_BP, 0),
+        cut_BP=put(state.cut_BP, False),
+        count_B=put(state.count_B, 0),
+        led_B=put(state.led_B, False),
+        source=Source(
+            tuple(map(put_source, state.source.keys_values, source.keys_values)),
+            put(state.source.sequence_ids_BS, longer(source.sequence_ids_BS, 1)),
+        ),
+    )
+
+
+def repack(parts: int, state: State, row_B: jax.Array, first_slot: jax.Array, slots: int, length: int) -> State:
+    """The rows `row_B` of each device's share, with other sizes of cache and source.
+
+    Args:
+      row_B: int32, for each new row the row within its device's share that it was; one past the last makes a row
+        without a sentence.
+      first_slot: int32 [], the first slot that is needed: the new first one.
+      slots, length: the new numbers of slots, and of pieces of the longest source.
+    """
+
+    def choose(x: jax.Array, fill: Any = 0) -> jax.Array:
+        shared = x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+        share = jax.vmap(lambda o, i: o.at[i].get(mode="fill", fill_value=fill))
+        return share(shared, row_B.reshape(parts, -1)).reshape(-1, *x.shape[1:])
+
+    def shifted(x: jax.Array, axis: int, fill: int = 0) -> jax.Array:
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, slots)
+        x = jnp.pad(choose(x, fill), widths, constant_values=fill)
+        return jax.lax.dynamic_slice_in_dim(x, first_slot, slots, axis)
+
+    def sized(x: jax.Array, axis: int) -> jax.Array:
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, max(0, length - x.shape[axis]))
+        return jax.lax.slice_in_dim(jnp.pad(choose(x), widths), 0, length, axis=axis)
+
+    moved = {"tokens_BKT": 0, "finished_tokens_BPT": 0, "lineage_BKT": -1}
+    kept: dict[str, Any] = {
+        name: shifted(x, 2, moved[name]) if name in moved else choose(x, True if name == "done_B" else 0)
+        for name, x in state._asdict().items()
+        if name not in ("slot", "cache", "source")
+    }
+    return State(
+        **kept,
+        slot=state.slot - first_slot,
+        cache=tuple(steps.KeysValues(shifted(kv.key, 3), shifted(kv.value, 2)) for kv in state.cache),
+        source=Source(
+            tuple(steps.KeysValues(sized(kv.key, 3), sized(kv.value, 2)) for kv in state.source.keys_values),
+            sized(state.source.sequence_ids_BS, 1),
+        ),
+    )
+
+
+@dataclasses.dataclass
+class _Group:
+    """Encoded sentences, some of which may be in the batch already."""
+
+    source: Source
+    sentences: list[Sentence | None]
+    """In the order of the rows; None is a row without a sentence, or one that was taken."""
+    limits: np.ndarray
+    length: int
+
+
+class Decoder:
+    """Translates a stream of ids with a fixed number of rows.
+
+    Args:
+      params: the model's parameters; arrays or numpy.
+      batch_size: sentences that are searched at once, over all devices.
+      mesh: the devices; None is one.
+
+    Raises:
+      UserError: a batch that does not divide over the devices.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        params: Any,
+        settings: DecodeSettings,
+        batch_size: int = 16,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self.config, self.settings = config, settings
+        self.mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1]) if mesh is None else mesh
+        self.parts = sharding.batch_devices(self.mesh)
+        if batch_size < 1 or batch_size % self.parts:
+            raise UserError(
+                f"batch_size is {batch_size}; it must be a multiple of {self.parts}, the devices that share it"
+            )
+        self.sizes = [batch_size // self.parts]
+        while self.sizes[-1] > 1:
+            self.sizes.append(max(1, self.sizes[-1] // SHRINK))
+        self.programs = programs(config, settings, self.mesh)
+        self.params = jax.device_put(sharding.unbox(params), sharding.replicated(self.mesh))
+        with jax.set_mesh(self.mesh):
+            self.weights = self.programs.weights(self.params)
+
+    def decode(self, more: More) -> Iterator[tuple[int, list[Hypothesis]]]:
+        """Each sentence's number and its hypotheses, best first, as they finish."""
+        search = _Search(self, more)
+        while True:
+            with jax.set_mesh(self.mesh):
+                found = search.advance()
+            if found is None:
+                return
+            yield from found
+
+
+class _Search:
+    """What the host knows of a batch under way. Rows are counted within each device's share: [device][row]."""
+
+    def __init__(self, decoder: Decoder, more: More) -> None:
+        self.decoder, self.more, self.over = decoder, more, False
+        self.pending: collections.deque[Sentence] = collections.deque()
+        self.groups: collections.deque[_Group] = collections.deque()
+        self.state: State | None = None
+        self.size = self.slots = self.length = self.slot = 0
+        self.rows: list[list[Sentence | None]] = [[] for _ in range(decoder.parts)]
+        self.began = np.zeros((decoder.parts, 0), np.int64)
+        """The slot of each row's first step."""
+        self.limits = np.zeros((decoder.parts, 0), np.int64)
+
+    def advance(self) -> list[tuple[int, list[Hypothesis]]] | None:
+        """Fill the batch and run a chunk of steps; None when all is done."""
+        self._fetch()
+        if not (self.live or self.pending or self.groups):
+            return None
+        self._encode()
+        self._fit()
+        self._insert()
+        return self._run()
+
+    @property
+    def live(self) -> int:
+        return sum(row is not None for rows in self.rows for row in rows)
+
+    @property
+    def waiting(self) -> int:
+        return sum(s is not None for g in self.groups for s in g.sentences)
+
+    def _fetch(self) -> None:
+        """Have enough sentences at hand to fill the batch."""
+        want = self.decoder.sizes[0] * self.decoder.parts
+        while not self.over and len(self.pending) + self.waiting < want:
+            found = self.more(not (self.live or self.pending or self.groups))
+            if found is None:
+                self.over = True
+            elif not found:
+                break
+            else:
+                self.pending.extend(found)
+
+    def _encode(self) -> None:
+        """Encode what the free rows can take, in groups of a quarter of the batch."""
+        d = self.decoder
+        while self.pending and self.waiting + self.live < d.sizes[0] * d.parts:
+            most = d.sizes[min(1, len(d.sizes) - 1)]
+            size = min((s for s in d.sizes if s * d.parts >= len(self.pending)), default=most)
+            size = min(size, most)
+            taken = [self.pending.popleft() for _ in range(min(size * d.parts, len(self.pending)))]
+            placed: list[Sentence | None] = [None] * (size * d.parts)
+            for i, sentence in enumerate(taken):
+                placed[i % d.parts * size + i // d.parts] = sentence
+            longest = max(len(s.ids) for s in taken)
+            steps.check_length(d.config, longest, "a source sentence")
+            length = min(source_slots(longest), d.config.max_position_embeddings)
+            ids_ES = np.full((len(placed), length), d.config.source_vocab_size - 1, np.int32)
+            sequence_ids_ES = np.zeros((len(placed), length), np.int32)
+            limits_E = np.ones(len(placed), np.int32)
+            for i, s in enumerate(placed):
+                if s is not None:
+                    ids_ES[i, : len(s.ids)], sequence_ids_ES[i, : len(s.ids)] = s.ids, 1
+                    limits_E[i] = d.settings.limit(len(s.ids), d.config.max_position_embeddings)
+            batch = sharding.put_batch({"ids": ids_ES, "sequence_ids": sequence_ids_ES}, d.mesh)
+            source = d.programs.encode(d.params, batch["ids"], batch["sequence_ids"])
+            self.groups.append(_Group(source, placed, limits_E, length))
+
+    def _fit(self) -> None:
+        """Make the batch as large as its sentences need, with slots for the next steps."""
+        d = self.decoder
+        live = [[r for r, s in enumerate(rows) if s is not None] for rows in self.rows]
+        entering = np.zeros(d.parts, np.int64)
+        for group in self.groups:
+            each = np.array([s is not None for s in group.sentences]).reshape(d.parts, -1)
+            entering += each.sum(1)
+        needed = max(len(rows) + int(n) for rows, n in zip(live, entering, strict=True))
+        size = min((s for s in d.sizes if s >= needed), default=d.sizes[0])
+        if size < self.size and not (self.over and not self.pending):
+            size = self.size  # more is to come
+        lengths = [len(s.ids) for rows in self.rows for s in rows if s is not None]
+        longest = max([*lengths, *(g.length for g in self.groups)], default=1)
+        if self.state is not None and size == self.size and self.slot < self.slots and longest <= self.length:
+            return
+        first = min((int(self.began[p][r]) for p, rows in enumerate(live) for r in rows), default=self.slot)
+        age = self.slot - first
+        ends = [int(self.began[p][r] + self.limits[p][r]) - self.slot for p, rows in enumerate(live) for r in rows]
+        ends += [int(x) for g in self.groups for x, s in zip(g.limits, g.sentences, strict=True) if s is not None]
+        slots = cache_slots(age + min(ROOM, max(ends, default=1)))
+        length = min(power_slots(longest), d.config.max_position_embeddings)
+        if self.state is None:
+            self.state = d.programs.empty(size * d.parts, length, slots)
+            self.began, self.limits = (np.zeros((d.parts, size), np.int64) for _ in range(2))
+            self.rows = [[None] * size for _ in range(d.parts)]
+        else:
+            # Rows that are not live come after, whichever they are: all of them are done.
+            chosen = np.full((d.parts, size), self.size)
+            for p, rows in enumerate(live):
+                chosen[p, : len(rows)] = rows
+            index = self._put(chosen.reshape(-1).astype(np.int32))
+            self.state = d.programs.repack(self.state, index, np.int32(first), slots, length)
+            self.rows = [[[*rows, None][r] for r in chosen[p]] for p, rows in enumerate(self.rows)]
+            padded = (np.pad(x, ((0, 0), (0, 1))) for x in (self.began - first, self.limits))
+            self.began, self.limits = (np.take_along_axis(x, chosen, axis=1) for x in padded)
+            self.slot -= first
+        self.size, self.slots, self.length = size, slots, length
+
+    def _insert(self) -> None:
+        """Put encoded sentences into free rows of their device."""
+        d = self.decoder
+        assert self.state is not None
+        for group in self.groups:
+            share = len(group.sentences) // d.parts
+            target_E = np.full(len(group.sentences), self.size, np.int32)
+            numbers_E = np.zeros(len(group.sentences), np.uint32)
+            for p, rows in enumerate(self.rows):
+                free = iter([r for r, s in enumerate(rows) if s is None])
+                for e in range(p * share, (p + 1) * share):
+                    sentence = group.sentences[e]
+                    row = None if sentence is None else next(free, None)
+                    if sentence is None or row is None:
+                        continue
+                    rows[row], group.sentences[e] = sentence, None
+                    self.began[p, row], self.limits[p, row] = self.slot, group.limits[e]
+                    target_E[e], numbers_E[e] = row, sentence.number % 2**32
+            if (target_E < self.size).any():
+                put = sharding.put_batch({"t": target_E, "n": numbers_E, "l": group.limits}, d.mesh)
+                self.state = d.programs.insert(self.state, group.source, put["t"], put["n"], put["l"])
+        self.groups = collections.deque(g for g in self.groups if any(s is not None for s in g.sentences))
+
+    def _run(self) -> list[tuple[int, list[Hypothesis]]]:
+        """Steps until rows are worth exchanging, or slots are used up; what was found for those that are done."""
+        d = self.decoder
+        assert self.state is not None
+        total, live = self.size * d.parts, self.live
+        more_to_come = bool(self.pending or self.groups or not self.over)
+        smaller = max((s for s in d.sizes if s < self.size), default=0)
+        # With nothing to come, the batch is worth packing when the rest fits the next smaller size.
+        rest = max(0, live - max(1, total // 8)) if more_to_come else (smaller * d.parts if live > smaller else 0)
+        most = self.slots - self.slot
+        if not (self.over or self.pending or self.groups):
+            most = min(most, POLL)
+        self.state = d.programs.run(d.weights, self.state, np.int32(most), np.int32(total - rest))
+        slot, done_B = jax.device_get((self.state.slot, self.state.done_B))
+        self.slot = int(slot)
+        done = [
+            (p, r)
+            for p, rows in enumerate(self.rows)
+            for r, sentence in enumerate(rows)
+            if sentence is not None and done_B[p * self.size + r]
+        ]
+        if not done:
+            return []
+        fields = self.state._asdict()
+        found = jax.device_get({name: x for name, x in fields.items() if name not in ("slot", "cache", "source")})
+        results = []
+        for p, r in done:
+            sentence = self.rows[p][r]
+            assert sentence is not None
+            row = {name: x[p * self.size + r] for name, x in found.items()}
+            if row["broken_B"]:
+                raise UserError(
+                    "the scores that the model gives are not finite: its training has diverged; take an earlier step, "
+                    "RUN@STEP"
+                )
+            results.append((sentence.number, _hypotheses(d.settings, row, int(self.began[p, r]))))
+            self.rows[p][r] = None
+        return results
+
+    def _put(self, rows: np.ndarray) -> jax.Array:
+        return sharding.put_batch({"rows": rows}, self.decoder.mesh)["rows"]
+
+
+def _hypotheses(settings: DecodeSettings, row: dict[str, Any], began: int) -> list[Hypothesis]:
+    """What the search of one row found, best first; live hypotheses only where too few have ended by the limit."""
+    found = []
+    for p in np.argsort(-row["finished_BP"], kind="stable"):
+        if row["finished_BP"][p] > NEVER / 2:
+            length = int(row["length_BP"][p])
+            cut = bool(row["cut_BP"][p])
+            ids = row["finished_tokens_BPT"][p, began : began + length - (not cut)].tolist()
+            found.append(Hypothesis(ids, float(row["finished_BP"][p]), float(row["log_prob_BP"][p]), cut))
+    length = int(row["position_B"])
+    over = decode.penalty(settings, length)
+    for k, log_prob in enumerate(row["live_BK"].tolist()):
+        if len(found) < settings.n_best and log_prob > NEVER / 2:
+            ids = row["tokens_BKT"][k, began : began + length].tolist()
+            found.append(Hypothesis(ids, log_prob / float(over), log_prob, True))
+    return found[: settings.n_best]
+
+
+def power_slots(length: int) -> int:
+    """The next power of two, at least 16."""
+    return max(16, 1 << (length - 1).bit_length())
+
+
+def source_slots(length: int) -> int:
+    """The length to which sources are padded to be encoded: 16, 24, 32, 48, 64, 96, ..."""
+    power = power_slots(length)
+    return power * 3 // 4 if length <= power * 3 // 4 and power > 16 else power
+
+
+def cache_slots(length: int) -> int:
+    """The number of slots of a cache that must hold as many steps."""
+    return max(LEAST_SLOTS, power_slots(length))
