@@ -88,7 +88,7 @@ class Maker:
     """Plans rows and makes batches of them; holds what is the same for all epochs.
 
     Attributes:
-      lengths: int64 [pairs, 2], pieces on each side with the marks around them.
+      lengths: int32 [pairs, 2], pieces on each side with the marks around them.
       fitting: int64, numbers of the pairs that fit into a row.
       too_long: how many do not.
     """
@@ -97,7 +97,8 @@ class Maker:
         self.shards, self.vocabularies, self.config, self.sampling = shards, vocabularies, config, sampling
         self.source_marks = len(vocabularies.source_start) + len(vocabularies.source_end)
         self.capacity = np.array([config.max_source_length, config.max_target_length])
-        self.lengths = np.diff(shards.sentence_offsets).reshape(-1, 2) + np.array([self.source_marks, 1])
+        self.lengths = np.diff(shards.sentence_offsets).astype(np.int32).reshape(-1, 2)
+        self.lengths += np.array([self.source_marks, 1], np.int32)
         self.fitting = np.flatnonzero((self.lengths <= self.capacity).all(axis=1))
         self.too_long = len(self.lengths) - len(self.fitting)
         self.growth = np.ones(2)
@@ -123,8 +124,9 @@ class Maker:
         if not self.config.pack:
             packing = inputs.one_a_row(len(self.fitting))
         else:
-            lengths = self.lengths[self.fitting]
-            lengths = np.minimum(np.ceil(lengths * self.growth).astype(np.int64), self.capacity)
+            lengths = self.lengths[self.fitting] if self.too_long else self.lengths
+            if self.sampling:
+                lengths = np.minimum(np.ceil(lengths * self.growth), self.capacity).astype(np.int32)
             source, target = lengths[:, 0], lengths[:, 1]
             sizes = int(self.capacity[0]), max_pairs(self.config), int(self.capacity[1])
             packing = inputs.pack(source, target, *sizes, key)
