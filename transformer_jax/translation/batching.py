@@ -9,6 +9,7 @@ grows or shrinks to the next of a few sizes, so that few programs are compiled.
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -113,6 +114,7 @@ def insert(
     source: Source,
     target_E: jax.Array,
     number_E: jax.Array,
+    least_E: jax.Array,
     limit_E: jax.Array,
 ) -> State:
     """Begin the search of new sentences.
@@ -122,7 +124,7 @@ def insert(
     Args:
       live_at_start: hypotheses of a new sentence.
       target_E: int32, the row within its device's share that each sentence takes; one past the last drops it.
-      number_E, limit_E: as in `State`.
+      number_E, least_E, limit_E: as in `State`.
     """
     length = state.source.sequence_ids_BS.shape[1]
 
@@ -147,6 +149,7 @@ def insert(
         broken_B=put(state.broken_B, False),
         number_B=put(state.number_B, number_E),
         position_B=put(state.position_B, 0),
+        least_B=put(state.least_B, least_E),
         limit_B=put(state.limit_B, limit_E),
         live_BK=put(state.live_BK, beams_1K),
         lineage_BKT=put(state.lineage_BKT, -1),
@@ -247,10 +250,16 @@ class Decoder:
         self.sizes = [batch_size // self.parts]
         while self.sizes[-1] > 1:
             self.sizes.append(max(1, self.sizes[-1] // SHRINK))
-        self.programs = programs(config, settings, self.mesh)
+        self.programs = programs(config, settings.compiled(), self.mesh)
         self.params = jax.device_put(sharding.unbox(params), sharding.replicated(self.mesh))
         with jax.set_mesh(self.mesh):
             self.weights = self.programs.weights(self.params)
+
+    def with_settings(self, settings: DecodeSettings) -> Decoder:
+        """The same model and batch with other settings."""
+        other = copy.copy(self)
+        other.settings, other.programs = settings, programs(self.config, settings.compiled(), self.mesh)
+        return other
 
     def decode(self, more: More) -> Iterator[tuple[int, list[Hypothesis]]]:
         """Each sentence's number and its hypotheses, best first, as they finish."""
@@ -390,8 +399,10 @@ class _Search:
                     self.began[p, row], self.limits[p, row] = self.slot, group.limits[e]
                     target_E[e], numbers_E[e] = row, sentence.number % 2**32
             if (target_E < self.size).any():
-                put = sharding.put_batch({"t": target_E, "n": numbers_E, "l": group.limits}, d.mesh)
-                self.state = d.programs.insert(self.state, group.source, put["t"], put["n"], put["l"])
+                least_E = np.minimum(group.limits, d.settings.min_length).astype(np.int32)
+                arrays = {"target": target_E, "number": numbers_E, "least": least_E, "limit": group.limits}
+                put = sharding.put_batch(arrays, d.mesh)
+                self.state = d.programs.insert(self.state, group.source, *(put[name] for name in arrays))
         self.groups = collections.deque(g for g in self.groups if any(s is not None for s in g.sentences))
 
     def _run(self) -> list[tuple[int, list[Hypothesis]]]:
@@ -461,9 +472,9 @@ def power_slots(length: int) -> int:
 
 
 def source_slots(length: int) -> int:
-    """The length to which sources are padded to be encoded: 16, 24, 32, 48, 64, 96, ..."""
+    """The length to which sources are padded to be encoded: 16, 32, 48, 64, 96, 128, 192, ..."""
     power = power_slots(length)
-    return power * 3 // 4 if length <= power * 3 // 4 and power > 16 else power
+    return power * 3 // 4 if length <= power * 3 // 4 and power > 32 else power
 
 
 def cache_slots(length: int) -> int:

@@ -75,8 +75,8 @@ class DecodeSettings:
             raise UserError(f"seed is {self.seed}; it must be at least 0 and below 2^32")
         if self.max_extra < 0 and not self.max_length:
             raise UserError(f"max_extra is {self.max_extra}; it must be at least 0")
-        if self.max_length and self.min_length >= self.max_length:
-            raise UserError(f"min_length is {self.min_length}; it must be below max_length {self.max_length}")
+        if self.max_length and self.min_length > self.max_length:
+            raise UserError(f"min_length is {self.min_length}; it must be at most max_length {self.max_length}")
         if not self.sample and self.n_best > self.beam_size:
             raise UserError(
                 f"n_best is {self.n_best}, but a beam of {self.beam_size} finds only as many; raise beam_size"
@@ -90,6 +90,10 @@ class DecodeSettings:
     def beams(self) -> int:
         """Live hypotheses of a sentence."""
         return self.n_best if self.sample else self.beam_size
+
+    def compiled(self) -> DecodeSettings:
+        """The settings that a compiled program depends on: lengths go into it with each sentence."""
+        return dataclasses.replace(self, min_length=0, max_extra=0, max_length=0)
 
     def limit(self, source_length: int, positions: int) -> int:
         """The most pieces, `</s>` included, of the translation of a source with as many pieces, `</s>` included."""
@@ -114,7 +118,10 @@ class State(NamedTuple):
     """uint32: the sentence's number, from which its random numbers come."""
     position_B: jax.Array
     """int32: pieces that the live hypotheses have."""
+    least_B: jax.Array
+    """int32: pieces before the end is allowed ..."""
     limit_B: jax.Array
+    """... and the most there can be, `</s>` included."""
     live_BK: jax.Array
     """float32: log-probability of each live hypothesis, best first; NEVER where there is none."""
     tokens_BKT: jax.Array
@@ -149,6 +156,7 @@ def empty_state(config: TransformerConfig, settings: DecodeSettings, rows: int, 
         broken_B=full(False, bool),
         number_B=full(0, jnp.uint32),
         position_B=full(0, jnp.int32),
+        least_B=full(0, jnp.int32),
         limit_B=full(1, jnp.int32),
         live_BK=full(NEVER, jnp.float32, k),
         tokens_BKT=full(0, jnp.int32, k, slots),
@@ -238,7 +246,7 @@ def _search(
 
     on_BM = (state.live_BK[..., None] + by_sentence(log_probs_CX)).reshape(batch, -1)
     end_BK = state.live_BK + end_X.reshape(batch, beams)
-    end_BK = jnp.where((state.position_B < settings.min_length)[:, None], NEVER, end_BK)
+    end_BK = jnp.where((state.position_B < state.least_B)[:, None], NEVER, end_BK)
     live_BK, chosen_BK = jax.lax.top_k(on_BM, beams)
     parent_BK = chosen_BK // offered
     token_BK = jnp.take_along_axis(by_sentence(piece_CX).reshape(batch, -1), chosen_BK, axis=1)
@@ -316,7 +324,7 @@ def _sample(
     batch, beams, _ = state.tokens_BKT.shape
     length_B = state.position_B + 1
     top_X, total_X = _normaliser(scores_VX)
-    too_short_X = jnp.repeat(state.position_B < settings.min_length, beams)
+    too_short_X = jnp.repeat(state.position_B < state.least_B, beams)
     allowed_VX = scores_VX.at[0].set(jnp.where(too_short_X, NEVER, scores_VX[0]))
     shares_VX = _sampling_shares(settings, allowed_VX)
     cumulative_VX = jnp.cumsum(shares_VX, axis=0)
