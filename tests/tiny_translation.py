@@ -11,7 +11,7 @@ from transformer_jax.translation.config import TransformerConfig
 
 VOCAB = 101
 PAD = VOCAB - 1
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Compiler options for programs that run once."""
 
 CONFIG = TransformerConfig(
