@@ -81,7 +81,7 @@ def check_prepared(config: PretrainConfig, shards: Shards, force: bool = False) 
 def make_engine(config: PretrainConfig, mesh: Mesh) -> Engine:
     """The task compiled for a mesh, with the run's optimizer."""
     task = PretrainingTask(config.model, config.examples.max_seq_length, config.examples.sentence_task != "none")
-    optimizer = optim.make(config.optimizer, config.train.steps)
+    optimizer = optim.make(config.optimizer, config.train.steps, config.model.hidden_size)
     return Engine(task, optimizer, config.train, mesh, config.mesh.preset, config.optimizer.clip_norm)
 
 
