@@ -10,6 +10,7 @@ same batches; `first`, the first pieces found for the first batch's first senten
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import time
 
@@ -58,7 +59,8 @@ def main() -> None:
         sources, length = batches[i]
         fixed = dataclasses.replace(settings, min_length=length, max_length=length, max_extra=length)
         given = [[Sentence(n, ids) for n, ids in enumerate(sources)]]
-        found = dict(decoder.with_settings(fixed).decode(lambda wait: given.pop() if given else None))
+        finished = decoder.with_settings(fixed).decode(lambda wait: given.pop() if given else None)
+        found = dict(itertools.chain.from_iterable(finished))
         first.extend(found[0][0].ids[:6])
         return found[0][0].score
 

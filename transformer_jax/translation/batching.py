@@ -58,8 +58,8 @@ class Hypothesis(NamedTuple):
 
 
 More = Callable[[bool], Sequence[Sentence] | None]
-"""Gives the next sentences; None when there will be no more. With False it may give none for now, and must not wait;
-with True it gives at least one."""
+"""Gives the next sentences; none if there are none for now, None when there will be no more. It may wait for some only
+where it is called with True: nothing is being searched."""
 
 
 class Programs(NamedTuple):
@@ -181,11 +181,16 @@ def repack(parts: int, state: State, row_B: jax.Array, first_slot: jax.Array, sl
         share = jax.vmap(lambda o, i: o.at[i].get(mode="fill", fill_value=fill))
         return share(shared, row_B.reshape(parts, -1)).reshape(-1, *x.shape[1:])
 
-    def shifted(x: jax.Array, axis: int, fill: int = 0) -> jax.Array:
+    beams = state.live_BK.shape[1]
+
+    def shifted(x: jax.Array, axis: int, fill: int = 0, each: int = 1) -> jax.Array:
         widths = [(0, 0)] * x.ndim
-        widths[axis] = (0, slots)
+        widths[axis] = (0, slots * each)
         x = jnp.pad(choose(x, fill), widths, constant_values=fill)
-        return jax.lax.dynamic_slice_in_dim(x, first_slot, slots, axis)
+        return jax.lax.dynamic_slice_in_dim(x, first_slot * each, slots * each, axis)
+
+    def shifted_cache(kv: Any) -> Any:
+        return type(kv)(shifted(kv.key, 3, each=beams), shifted(kv.value, 2, each=beams))
 
     def sized(x: jax.Array, axis: int) -> jax.Array:
         widths = [(0, 0)] * x.ndim
@@ -201,7 +206,7 @@ def repack(parts: int, state: State, row_B: jax.Array, first_slot: jax.Array, sl
     return State(
         **kept,
         slot=state.slot - first_slot,
-        cache=tuple(steps.KeysValues(shifted(kv.key, 3), shifted(kv.value, 2)) for kv in state.cache),
+        cache=tuple(map(shifted_cache, state.cache)),
         source=Source(
             tuple(steps.KeysValues(sized(kv.key, 3), sized(kv.value, 2)) for kv in state.source.keys_values),
             sized(state.source.sequence_ids_BS, 1),
@@ -261,15 +266,15 @@ class Decoder:
         other.settings, other.programs = settings, programs(self.config, settings.compiled(), self.mesh)
         return other
 
-    def decode(self, more: More) -> Iterator[tuple[int, list[Hypothesis]]]:
-        """Each sentence's number and its hypotheses, best first, as they finish."""
+    def decode(self, more: More) -> Iterator[list[tuple[int, list[Hypothesis]]]]:
+        """Each sentence's number and its hypotheses, best first: those that finished since the last time, if any."""
         search = _Search(self, more)
         while True:
             with jax.set_mesh(self.mesh):
                 found = search.advance()
             if found is None:
                 return
-            yield from found
+            yield found
 
 
 class _Search:
@@ -290,7 +295,7 @@ class _Search:
         """Fill the batch and run a chunk of steps; None when all is done."""
         self._fetch()
         if not (self.live or self.pending or self.groups):
-            return None
+            return None if self.over else []
         self._encode()
         self._fit()
         self._insert()

@@ -28,7 +28,7 @@ from transformer_jax.translation.config import TransformerConfig
 
 Weights = dict[str, Any]
 Cache = tuple[KeysValues, ...]
-"""For each layer keys [B, N, D, T, J] and values [B, N, T, J, D]."""
+"""For each layer keys [B, N, D, M] and values [B, N, M, D]; slot and beam are one axis, M = T J."""
 
 
 class Source(NamedTuple):
@@ -110,7 +110,8 @@ def empty_cache(config: TransformerConfig, rows: int, beams: int, slots: int) ->
     dtype = compute_dtype(config)
 
     def layer() -> KeysValues:
-        return KeysValues(jnp.zeros((rows, n, d, slots, beams), dtype), jnp.zeros((rows, n, slots, beams, d), dtype))
+        size = slots * beams
+        return KeysValues(jnp.zeros((rows, n, d, size), dtype), jnp.zeros((rows, n, size, d), dtype))
 
     return tuple(layer() for _ in range(config.num_decoder_layers))
 
@@ -155,9 +156,7 @@ def decode_step(
         def attend(x_HX: jax.Array, w: Any = w, own: KeysValues = own) -> jax.Array:
             query_BNKD, kept = _keep(_dense(w["query_key_value"], x_HX), own, slot)
             written.append(kept)
-            key_BNDM = kept.key.reshape(*kept.key.shape[:3], -1)
-            value_BNMD = kept.value.reshape(*kept.value.shape[:2], -1, kept.value.shape[-1])
-            return _dense(w["output"], _attention(query_BNKD, KeysValues(key_BNDM, value_BNMD), seen_B1KM))
+            return _dense(w["output"], _attention(query_BNKD, kept, seen_B1KM))
 
         def attend_source(x_HX: jax.Array, w: Any = w, cross: KeysValues = cross) -> jax.Array:
             query_BNKD = _heads(_dense(w["cross_query"], x_HX), cross.key.shape[:3])
@@ -193,9 +192,11 @@ def _keep(qkv_CX: jax.Array, cache: KeysValues, slot: jax.Array) -> tuple[jax.Ar
     rows, heads, size = cache.key.shape[:3]
     key_BNDK = key_HX.reshape(heads, size, rows, -1).transpose(2, 0, 1, 3)
     value_BNKD = _heads(value_HX, (rows, heads, size))
+    beams = value_BNKD.shape[2]
+    # No reshape stands between the write and its uses: XLA on CPU would write twice, and copy the cache for that.
     return _heads(query_HX, (rows, heads, size)), KeysValues(
-        jax.lax.dynamic_update_slice_in_dim(cache.key, key_BNDK[:, :, :, None], slot, axis=3),
-        jax.lax.dynamic_update_slice_in_dim(cache.value, value_BNKD[:, :, None], slot, axis=2),
+        jax.lax.dynamic_update_slice_in_dim(cache.key, key_BNDK, slot * beams, axis=3),
+        jax.lax.dynamic_update_slice_in_dim(cache.value, value_BNKD, slot * beams, axis=2),
     )
 
 

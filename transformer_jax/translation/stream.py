@@ -1,0 +1,97 @@
+"""Lines of a stream for `translate`, as they come, and results as lines of text or JSON."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from typing import BinaryIO, Literal
+
+from transformer_jax.command import json_line
+from transformer_jax.translation.translate import Lines, Translation
+
+MOST_BYTES = 1 << 20
+"""What is beyond this of one line is dropped (and the line is noted), so that memory stays bounded."""
+DROPPED = "\ufffd"
+"""Ends a line that was too long to be read."""
+AHEAD = 4096
+"""Lines that are read before they are asked for."""
+PAUSE_SECONDS = 0.05
+"""A pause in the input as long as this is not waited for when there are lines to work on."""
+
+Format = Literal["text", "scores", "n-best", "json"]
+
+
+def from_stream(stream: BinaryIO) -> Lines:
+    """Lines of a binary stream, decoded as UTF-8; bytes that are not become U+FFFD.
+
+    A thread reads, so that what is there is translated while the other end of a pipe still thinks. Only LF or CRLF ends
+    a line; a lone CR is a space; a byte order mark at the start is dropped.
+
+    Raises:
+      OSError: what reading raised, from the function that gives the lines.
+    """
+    waiting: queue.Queue[str | BaseException | None] = queue.Queue(AHEAD)
+
+    def read() -> None:
+        try:
+            first = True
+            while data := stream.readline(MOST_BYTES):
+                whole = data.endswith(b"\n") or len(data) < MOST_BYTES
+                text = data.removeprefix(b"\xef\xbb\xbf" if first else b"").decode("utf-8", "replace")
+                while not whole:
+                    rest = stream.readline(MOST_BYTES)
+                    whole = rest.endswith(b"\n") or len(rest) < MOST_BYTES
+                    if rest.strip(b"\r\n") and not text.endswith(DROPPED):
+                        text += DROPPED
+                waiting.put(text.removesuffix("\n").removesuffix("\r").replace("\r", " "))
+                first = False
+            waiting.put(None)
+        except BaseException as e:
+            waiting.put(e)
+
+    threading.Thread(target=read, daemon=True).start()
+    over = False
+
+    def next_lines(wait: bool, most: int) -> Sequence[str] | None:
+        nonlocal over
+        found: list[str] = []
+        while not over and len(found) < most:
+            try:
+                item = waiting.get(block=wait, timeout=PAUSE_SECONDS if found and wait else None)
+            except queue.Empty:
+                break
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                over = True
+            else:
+                found.append(item)
+        return None if over and not found else found
+
+    return next_lines
+
+
+def written(translation: Translation, form: Format) -> str:
+    """One translation as it stands in the output, with its line end.
+
+    "text" is the best translation; "scores" its score, a tab and the translation; "n-best" a line for each hypothesis,
+    `line ||| translation ||| score` with lines counted from 0, as other decoders write it; "json" one object.
+    """
+    if form == "text":
+        return translation.text + "\n"
+    if form == "scores":
+        return f"{translation.hypotheses[0].score:.6f}\t{translation.text}\n"
+    if form == "n-best":
+        number = translation.line - 1
+        return "".join(f"{number} ||| {h.text} ||| {h.score:.6f}\n" for h in translation.hypotheses)
+    hypotheses = [
+        {"text": h.text, "score": h.score, "log_prob": h.log_prob, "cut": h.cut} for h in translation.hypotheses
+    ]
+    record = {
+        "line": translation.line,
+        "source": translation.source,
+        "translations": hypotheses,
+        "notes": translation.notes,
+    }
+    return json_line(record) + "\n"
