@@ -158,6 +158,17 @@ def test_shares_are_drawn_by_the_source_side_so_copies_of_it_stay_together(tmp_p
     assert not set(by_split["train"]) & (set(by_split["test"]) | set(by_split["validation"]))
 
 
+def test_the_survey_is_the_same_for_any_number_of_processes(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    rows = [(f"word {a}", f"Wort {b}") for a, b in rng.integers(0, 200, (300, 2))]
+    recipe = recipe_of(tmp_path, [("", rows), ("test", [("word 5", "Wort 5")])], head="validation = 0.1\n")
+    splitter = Splitter(tuple(pairs.input_uses(recipe)), recipe.validation, recipe.test)
+    alone = survey.make(recipe, PairsConfig(), splitter)
+    monkeypatch.setattr(survey, "BATCH", 7)
+    shared = survey.make(recipe, PairsConfig(), splitter, workers=2)
+    assert np.array_equal(alone.verdicts, shared.verdicts) and alone.counts == shared.counts
+
+
 def test_files_that_change_between_two_readings_are_noticed(tmp_path):
     recipe = recipe_of(tmp_path, [("train", [("one", "eins"), ("two", "zwei")])])
     found, _, _ = surveyed(recipe)

@@ -31,10 +31,11 @@ _SPACELESS = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
 )
 _NOT_LETTERS = re.compile(r"[\W_]+")
-# Spaces and punctuation, but not the marks that belong to letters.
+# Spaces and punctuation, but not the marks that belong to letters: in ASCII, and beyond.
+_ASCII_MARKS = bytes(i for i in range(128) if not chr(i).isalnum())
 _MARKS = re.compile(
-    r"[\s!-/:-@\[-`{-~\u00a1-\u00a9\u00ab-\u00b1\u00b4\u00b6-\u00b8\u00bb\u00bf\u2000-\u206f\u3000-\u3004"
-    r"\u3008-\u3020\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65]+"
+    "[\u0080-\u00a9\u00ab-\u00b1\u00b4\u00b6-\u00b8\u00bb\u00bf\u2000-\u206f\u3000-\u3004\u3008-\u3020"
+    "\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65]+"
 )
 
 # fmt: off
@@ -121,16 +122,20 @@ def _script(word: str) -> str:
 
 def pair_hash(source: str, target: str) -> int:
     """64 bits that equal pairs share."""
-    return _hash(f"{source}\t{target}")
+    return _hash(f"{source}\t{target}".encode())
 
 
 def side_hash(text: str) -> int:
     """64 bits that sentences with the same letters and digits share, whatever their case, spaces and punctuation."""
-    return _hash(_MARKS.sub("", text.casefold()) or text)
+    if text.isascii():
+        data = text.lower().encode()
+    else:
+        data = _MARKS.sub("", text.casefold()).encode()
+    return _hash(data.translate(None, _ASCII_MARKS) or text.encode())
 
 
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def check(limits: PairsConfig, languages: Sequence[str]) -> None:

@@ -163,8 +163,13 @@ def read(recipe: PairRecipe, malformed: Callable[[str, int], None] | None = None
                     raise UserError(f"{items[0].path}: line {number} does not have both sides of a pair")
                 malformed(items[0].name, number)
                 continue
-            source, target = (" ".join(one_line_end(side).split("\n")).strip() for side in sides)
-            yield Pair(index, number, source, target)
+            yield Pair(index, number, _one_line(sides[0]), _one_line(sides[1]))
+
+
+def _one_line(side: str) -> str:
+    if "\n" in side or "\r" in side:
+        side = one_line_end(side).replace("\n", " ")
+    return side.strip()
 
 
 def check(recipe: PairRecipe) -> None:

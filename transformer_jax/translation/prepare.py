@@ -12,6 +12,7 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def prepare(
     def surveyed() -> Survey:
         def make() -> Survey:
             say("reading all pairs, to see which are left out")
-            return survey.make(recipe, config.data, splitter)
+            return survey.make(recipe, config.data, splitter, workers or len(os.sched_getaffinity(0)))
 
         found = survey.load_or_make(out, key, make)
         read = len(found.verdicts)

@@ -1,15 +1,20 @@
 """One reading of all pairs before any is encoded: which split each belongs to, which are left out, and why.
 
-Memory: 33 bytes a pair while it is made (hashes of the pair and of its sides), one byte a pair afterwards.
+Memory: 28 bytes a pair while it is made (hashes of the pair and of its sides), one byte a pair afterwards.
 """
 
 from __future__ import annotations
 
 import array
 import collections
+import concurrent.futures
 import dataclasses
+import functools
+import itertools
 import json
+import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,8 @@ from transformer_jax.translation.config import PairsConfig
 from transformer_jax.translation.pairs import SPLITS, Pair, PairRecipe
 
 MALFORMED = "line without both sides"
+BATCH = 10_000
+"""Pairs that are looked at together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,51 +66,88 @@ class Survey:
     counts: dict[str, dict[str, int]]
 
 
-def make(
-    recipe: PairRecipe,
-    limits: PairsConfig,
-    splitter: Splitter,
-    progress: Callable[[int], None] = lambda pairs: None,
-) -> Survey:
+def make(recipe: PairRecipe, limits: PairsConfig, splitter: Splitter, workers: int = 1) -> Survey:
     """Read all pairs once.
 
     Validation and test pairs are all kept, unless a side is empty. A training pair goes if it has a fault of its own,
     is a copy of an earlier one, or has a side that stands in the test or validation set (letters and digits count).
+
+    Args:
+      workers: processes that look at pairs while this one reads; few pairs are looked at here.
     """
     names = pairs.input_names(recipe)
     malformed: collections.Counter[str] = collections.Counter()
     languages = (recipe.source_language, recipe.target_language)
     verdicts, inputs, split_of = array.array("B"), array.array("H"), array.array("B")
-    whole, sources, targets = (array.array("Q") for _ in range(3))
-    empty = 1 + REASONS.index(cleaning.EMPTY)
-    for number, pair in enumerate(pairs.read(recipe, lambda name, line: malformed.update([name])), 1):
-        split = splitter(pair.input, pair.source)
-        if split == "train":
-            reason = cleaning.fault(pair.source, pair.target, limits, languages)
-            verdicts.append(1 + REASONS.index(reason) if reason else 0)
-        else:
-            verdicts.append(0 if pair.source and pair.target else empty)
-        inputs.append(pair.input)
-        split_of.append(SPLITS.index(split))
-        whole.append(cleaning.pair_hash(pair.source, pair.target))
-        sources.append(cleaning.side_hash(pair.source))
-        targets.append(cleaning.side_hash(pair.target))
-        if number % 10_000 == 0:
-            progress(number)
+    hashes = array.array("Q")
+    read = pairs.read(recipe, lambda name, line: malformed.update([name]))
+    judge = functools.partial(_judge, limits, languages, splitter)
+    for judged in _map(judge, _batches(read), workers):
+        for column, part in zip((verdicts, split_of, inputs, hashes), judged, strict=True):
+            column.frombytes(part)
     found = _view(verdicts, np.uint8).copy()
     split_N = _view(split_of, np.uint8)
-    sides = _view(sources, np.uint64), _view(targets, np.uint64)
+    whole, source_N, target_N = _view(hashes, np.uint64).reshape(-1, 3).T
     for split, reason in (("test", cleaning.IN_TEST), ("validation", cleaning.IN_VALIDATION)):
         own = (split_N == SPLITS.index(split)) & (found == 0)
         left = np.flatnonzero((split_N == 0) & (found == 0))
-        standing = np.isin(sides[0][left], sides[0][own]) | np.isin(sides[1][left], sides[1][own])
+        standing = np.isin(source_N[left], source_N[own]) | np.isin(target_N[left], target_N[own])
         found[left[standing]] = 1 + REASONS.index(reason)
     if limits.drop_duplicates:
         left = np.flatnonzero((split_N == 0) & (found == 0))
-        _, first = np.unique(_view(whole, np.uint64)[left], return_index=True)
-        copies = np.setdiff1d(np.arange(len(left)), first)
-        found[left[copies]] = 1 + REASONS.index(cleaning.DUPLICATE)
+        _, first = np.unique(whole[left], return_index=True)
+        found[np.delete(left, first)] = 1 + REASONS.index(cleaning.DUPLICATE)
     return Survey(found, _counts(names, malformed, _view(inputs, np.uint16), split_N, found))
+
+
+def _batches(read: Iterator[Pair]) -> Iterator[list[Pair]]:
+    while batch := list(itertools.islice(read, BATCH)):
+        yield batch
+
+
+Judged = tuple[bytes, bytes, bytes, bytes]
+
+
+def _judge(limits: PairsConfig, languages: tuple[str, str], splitter: Splitter, batch: list[Pair]) -> Judged:
+    """Verdict, split and input of each pair by itself, and three hashes each: of the pair and of its sides."""
+    verdicts, splits = bytearray(), bytearray()
+    hashes = array.array("Q")
+    for pair in batch:
+        source, target = pair.source, pair.target
+        split = splitter(pair.input, source)
+        if split == "train":
+            reason = cleaning.fault(source, target, limits, languages)
+        else:
+            reason = "" if source and target else cleaning.EMPTY
+        verdicts.append(1 + REASONS.index(reason) if reason else 0)
+        splits.append(SPLITS.index(split))
+        hashes.extend((cleaning.pair_hash(source, target), cleaning.side_hash(source), cleaning.side_hash(target)))
+    return bytes(verdicts), bytes(splits), array.array("H", [p.input for p in batch]).tobytes(), hashes.tobytes()
+
+
+def _map(judge: Callable[[list[Pair]], Judged], batches: Iterator[list[Pair]], workers: int) -> Iterator[Judged]:
+    """`judge` of each batch, in order; a bounded number of batches is on its way at a time."""
+    first = list(itertools.islice(batches, 2))
+    if workers <= 1 or len(first) < 2:
+        yield from map(judge, itertools.chain(first, batches))
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
+        running: collections.deque[concurrent.futures.Future[Judged]] = collections.deque()
+        try:
+            for batch in itertools.chain(first, batches):
+                running.append(pool.submit(judge, batch))
+                if len(running) > 2 * workers:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        except BrokenProcessPool:
+            raise UserError(
+                "a process was ended from outside, most likely because memory ran out; run `prepare` again with fewer "
+                "processes"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _view(column: array.array, dtype: Any) -> np.ndarray:
