@@ -35,6 +35,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--prepared", metavar="DIR", help="the run's prepared data, if it was moved")
     sub.add_argument("--json", action="store_true")
 
+    sub = command.add(commands, "translate", _translate, "translate lines: one in, one out, in order")
+    _add_translate(sub)
+
     sub = command.add(
         commands, "score", _score, "BLEU and chrF2 with signatures, and the compound-split BLEU of papers"
     )
@@ -52,6 +55,36 @@ def _parser() -> argparse.ArgumentParser:
     command.add_report(commands, _report)
     command.add_verify(commands)
     return parser
+
+
+def _add_translate(sub: argparse.ArgumentParser) -> None:
+    """The arguments of `translate`, many of which are fields of DecodeSettings and TranslateSettings."""
+    sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
+    sub.add_argument("--input", metavar="FILE", help="text to translate (default: standard input)")
+    sub.add_argument("--output", metavar="FILE", help="where translations go (default: standard output)")
+    numbers = (
+        ("--beam", "beam_size", int, 4, "beam size; 1 is greedy search"),
+        ("--alpha", "alpha", float, 0.6, "strength of the length penalty"),
+        ("--n-best", "n_best", int, 1, "translations of each line, as `line ||| text ||| score`"),
+        ("--min-length", "min_length", int, 0, "pieces before a translation may end"),
+        ("--max-length", "max_length", int, 0, "the most pieces of a translation"),
+        ("--max-extra", "max_extra", int, 50, "pieces a translation may have beyond its source's"),
+        ("--temperature", "temperature", float, 1.0, "of sampling"),
+        ("--top-k", "top_k", int, 0, "sample from so many pieces"),
+        ("--top-p", "top_p", float, 1.0, "sample from pieces of this probability together"),
+        ("--seed", "seed", int, 0, "of sampling"),
+        ("--batch-size", "batch_size", int, 0, "sentences at once (default: 16 a device on CPU, else 128)"),
+        ("--max-source-length", "max_source_length", int, 0, "pieces of a source (default: as in training)"),
+    )
+    for flag, name, kind, default, help_text in numbers:
+        sub.add_argument(flag, dest=name, type=kind, default=default, metavar="N", help=help_text)
+    sub.add_argument("--length-penalty", choices=["gnmt", "power"], default="gnmt")
+    sub.add_argument("--stop", choices=["bound", "huggingface", "ctranslate2"], default="bound", help="whose rule")
+    sub.add_argument("--long-lines", choices=["split", "cut"], default="split", help="what becomes of too long lines")
+    sub.add_argument("--sample", action="store_true", help="draw translations in place of searching")
+    sub.add_argument("--scores", action="store_true", help="the score and a tab before each translation")
+    sub.add_argument("--json", action="store_true", help="one object a line")
+    sub.add_argument("--attention", metavar="PAGE.html", default="", help="draw the first line's cross-attention")
 
 
 def _prepare(args: argparse.Namespace, rest: list[str]) -> int:
@@ -84,6 +117,35 @@ def _evaluate(args: argparse.Namespace, rest: list[str]) -> int:
 
     figures = evaluate(args.checkpoint, args.split, args.prepared)
     print(json_line(figures) if args.json else table(figures))
+    return 0
+
+
+def _translate(args: argparse.Namespace, rest: list[str]) -> int:
+    command.keep_freed_memory()
+    import contextlib
+    import dataclasses
+
+    from transformer_jax.report import quiet_libraries
+    from transformer_jax.translation.decode import DecodeSettings
+    from transformer_jax.translation.stream import Format, translate_stream
+    from transformer_jax.translation.translate import TranslateSettings
+
+    quiet_libraries()
+
+    def fields(kind: type) -> dict[str, object]:
+        return {f.name: getattr(args, f.name) for f in dataclasses.fields(kind) if hasattr(args, f.name)}
+
+    decode = DecodeSettings(**fields(DecodeSettings))  # type: ignore[arg-type]
+    settings = TranslateSettings(decode, **fields(TranslateSettings))  # type: ignore[arg-type]
+    form: Format = "json" if args.json else "n-best" if args.n_best > 1 else "scores" if args.scores else "text"
+    if args.input and args.output and Path(args.output).exists() and Path(args.input).samefile(args.output):
+        raise UserError(f"--output is {args.output}, the same file as --input; name another")
+    with contextlib.ExitStack() as files:
+        source = files.enter_context(Path(args.input).open("rb")) if args.input else sys.stdin.buffer
+        out = files.enter_context(Path(args.output).open("wb")) if args.output else sys.stdout.buffer
+        done = translate_stream(args.checkpoint, source, out, settings, form, args.attention)
+    rate = done.lines / max(done.seconds, 1e-9)
+    command.say(f"{done.lines:,} lines in {done.seconds:.1f} s, {rate:.1f} lines/s; {done.noted:,} with notes")
     return 0
 
 

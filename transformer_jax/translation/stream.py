@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
-from collections.abc import Sequence
-from typing import BinaryIO, Literal
+import time
+from collections.abc import Callable, Sequence
+from typing import BinaryIO, Literal, NamedTuple
 
-from transformer_jax.command import json_line
-from transformer_jax.translation.translate import Lines, Translation
+from transformer_jax import sharding
+from transformer_jax.command import json_line, say
+from transformer_jax.config import MeshConfig
+from transformer_jax.translation import attention_page
+from transformer_jax.translation.loading import Loaded, load
+from transformer_jax.translation.translate import Lines, TranslateSettings, Translation, Translator
 
 MOST_BYTES = 1 << 20
 """What is beyond this of one line is dropped (and the line is noted), so that memory stays bounded."""
@@ -19,7 +25,19 @@ AHEAD = 4096
 PAUSE_SECONDS = 0.05
 """A pause in the input as long as this is not waited for when there are lines to work on."""
 
+PROGRESS_SECONDS = 10.0
+
 Format = Literal["text", "scores", "n-best", "json"]
+
+
+class Counts(NamedTuple):
+    """What was done."""
+
+    lines: int
+    blank: int
+    noted: int
+    """Lines of which something was told."""
+    seconds: float
 
 
 def from_stream(stream: BinaryIO) -> Lines:
@@ -95,3 +113,68 @@ def written(translation: Translation, form: Format) -> str:
         "notes": translation.notes,
     }
     return json_line(record) + "\n"
+
+
+def translate_stream(
+    checkpoint: str,
+    source: BinaryIO,
+    out: BinaryIO,
+    settings: TranslateSettings,
+    form: Format = "text",
+    attention: str = "",
+    say: Callable[[str], None] = say,
+) -> Counts:
+    """Translate a stream of lines with all devices; what was out of the ordinary is told line by line.
+
+    Args:
+      checkpoint: what `translation.load` takes.
+      out: each translation is written as soon as those before it are, and at once.
+      attention: a page to draw of the first line that is not blank, or "".
+
+    Raises:
+      UserError: a checkpoint or settings that cannot be used.
+    """
+    loaded = load(checkpoint)
+    if not settings.max_source_length:
+        # Positions beyond the longest training row have never been seen, whatever the model has room for.
+        trained = int(loaded.meta["config"]["examples"]["max_source_length"])
+        most = min(trained, loaded.config.max_position_embeddings)
+        settings = dataclasses.replace(settings, max_source_length=most)
+    mesh = sharding.make_mesh(MeshConfig())
+    translator = Translator(loaded.config, loaded.params, loaded.vocabularies, settings, mesh)
+    began = told = time.monotonic()
+    lines = blank = noted = 0
+    for translation in translator.stream(from_stream(source)):
+        out.write(written(translation, form).encode("utf-8", "replace"))
+        out.flush()
+        lines, blank = translation.line, blank + (not translation.pieces)
+        noted += bool(translation.notes)
+        for note in translation.notes:
+            say(f"line {translation.line}: {note}")
+        if attention and translation.pieces:
+            draw(attention, loaded, translation)
+            say(f"page: {attention} (line {translation.line})")
+            attention = ""
+        now = time.monotonic()
+        if now - told > PROGRESS_SECONDS:
+            told = now
+            say(f"{lines:,} lines, {lines / (now - began):.1f} lines/s")
+    seconds = time.monotonic() - began
+    if attention:
+        say(f"{attention} was not written: no line has anything to translate")
+    return Counts(lines, blank, noted, seconds)
+
+
+def draw(page: str, loaded: Loaded, translation: Translation) -> None:
+    """Write the page of the first part of a line and its translation."""
+    source_ids = translation.pieces[0]
+    best = translation.hypotheses[0]
+    target_ids = best.ids if best.cut else [*best.ids, loaded.vocabularies.target.eos_id]
+    attention_page.write_page(
+        page,
+        loaded.config,
+        loaded.params,
+        (source_ids, [loaded.vocabularies.source.vocab[i] for i in source_ids]),
+        (target_ids, [loaded.vocabularies.target.vocab[i] for i in target_ids]),
+        translation.source[:200],
+    )

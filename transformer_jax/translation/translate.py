@@ -49,6 +49,8 @@ class TextHypothesis:
     log_prob: float
     cut: bool
     """Ended by the limit of its length."""
+    ids: tuple[int, ...]
+    """Its pieces, without `</s>`; of the first part of a line in parts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Translation:
     line: int
     """Counted from 1."""
     source: str
+    pieces: list[list[int]]
+    """Ids of the line's parts, with their end marks; one part for most lines, and none for a blank one."""
     hypotheses: list[TextHypothesis]
     """The n best, best first; for a blank line one that is empty."""
     notes: list[str]
@@ -215,12 +219,12 @@ class _Stream:
         for finished in self.t.decoder.decode(self._more):
             for number, hypotheses in finished:
                 line, part = divmod(number, PARTS)
-                self.open[line - self.written].parts[part] = hypotheses
+                self.open[line - self.written].found[part] = hypotheses
             yield from self._ready()
         yield from self._ready()
 
     def _ready(self) -> Iterator[Translation]:
-        while self.open and all(p is not None for p in self.open[0].parts):
+        while self.open and all(p is not None for p in self.open[0].found):
             line = self.open.popleft()
             self.written += 1
             yield line.translation(self.written, self.t)
@@ -236,7 +240,7 @@ class _Stream:
         sentences = []
         for text in found:
             parts, notes = self.t.sentences(text)
-            self.open.append(_Line(text, [None] * len(parts), notes))
+            self.open.append(_Line(text, parts, [None] * len(parts), notes))
             sentences += [Sentence(self.read * PARTS + n, ids) for n, ids in enumerate(parts)]
             self.read += 1
         sentences.sort(key=lambda s: len(s.ids), reverse=self.windows % 2 == 0)
@@ -247,13 +251,15 @@ class _Stream:
 @dataclasses.dataclass
 class _Line:
     source: str
-    parts: list[list[Hypothesis] | None]
+    parts: list[list[int]]
+    found: list[list[Hypothesis] | None]
+    """Of each part, once it is translated."""
     notes: list[str]
 
     def translation(self, number: int, t: Translator) -> Translation:
         if not self.parts:
-            return Translation(number, self.source, [TextHypothesis("", 0.0, 0.0, False)], self.notes)
-        parts = [part for part in self.parts if part]
+            return Translation(number, self.source, [], [TextHypothesis("", 0.0, 0.0, False, ())], self.notes)
+        parts = [part for part in self.found if part]
         if len(parts) < len(self.parts):  # sampling or a tiny vocabulary can leave none
             self.notes.append("no translation was found")
             parts = parts or [[Hypothesis([], 0.0, 0.0, False)]]
@@ -262,10 +268,10 @@ class _Line:
             each = [part[min(n, len(part) - 1)] for part in parts]
             text = " ".join(filter(None, (one_line(t.vocabularies.target.decode(h.ids)) for h in each)))
             sums = sum(h.score for h in each), sum(h.log_prob for h in each)
-            found.append(TextHypothesis(text, *sums, any(h.cut for h in each)))
+            found.append(TextHypothesis(text, *sums, any(h.cut for h in each), tuple(each[0].ids)))
         if found[0].cut:
             self.notes.append("its translation was cut at the limit of its length")
-        return Translation(number, self.source, found, self.notes)
+        return Translation(number, self.source, self.parts, found, self.notes)
 
 
 def one_line(text: str) -> str:
