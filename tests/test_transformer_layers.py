@@ -83,10 +83,12 @@ def test_float16_layer_norm_does_not_hide_a_broken_gradient() -> None:
     assert not np.isfinite(np.asarray(pull(jnp.full((1, 8), jnp.inf, jnp.float16))[0], np.float32)).all()
 
 
-def reference_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, ids: np.ndarray) -> np.ndarray:
+def reference_attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, ids: np.ndarray, causal: bool = False
+) -> np.ndarray:
     out = np.zeros_like(q)
     for b, i, n in np.ndindex(q.shape[:3]):
-        keys = [j for j in range(k.shape[1]) if ids[b, j] == ids[b, i] != 0]
+        keys = [j for j in range(i + 1 if causal else k.shape[1]) if ids[b, j] == ids[b, i] != 0]
         if keys:
             scores = np.exp([q[b, i, n] @ k[b, j, n] / np.sqrt(q.shape[-1]) for j in keys])
             out[b, i, n] = scores @ v[b, keys, n] / scores.sum()
@@ -110,6 +112,15 @@ def test_attention_is_softmax_within_each_sequence() -> None:
     outside = np.where(np.asarray(same)[:, None], 0, np.asarray(weights))
     assert not outside.transpose(0, 2, 1, 3)[real].any()
     np.testing.assert_allclose(np.asarray(weights).sum(-1), 1, rtol=1e-5)
+
+
+def test_causal_attention_is_attention_over_what_came_before_in_the_sequence() -> None:
+    q, k, v = qkv()
+    context, weights = layers.attention(q, k, v, IDS_BL, IDS_BL, causal=True)
+    wide = [np.asarray(x, np.float64) for x in (q, k, v)]
+    expected = reference_attention(*wide, np.asarray(IDS_BL), causal=True)
+    np.testing.assert_allclose(np.where(IDS_BL[..., None, None] > 0, context, 0), expected, rtol=1e-5, atol=1e-6)
+    assert not np.asarray(weights)[1][:, np.triu(np.ones((6, 6), bool), 1)].any()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -166,3 +177,18 @@ def test_float64_without_64_bit_jax_is_refused_and_says_what_to_set() -> None:
         layers.compute_dtype(with_dtype("float64"))
     with jax.enable_x64(True):
         assert layers.compute_dtype(with_dtype("float64")) == np.float64
+
+
+def test_a_cache_is_written_at_one_position_of_all_rows_or_at_each_row_s_own() -> None:
+    cache, x = jnp.zeros((2, 3, 4, 2, 5)), jnp.ones((2, 3, 2, 5))
+    one = layers.write_slot(cache, x, jnp.asarray(3, jnp.int32))
+    assert np.asarray(one)[:, :, 3].all() and not np.asarray(one)[:, :, :3].any()
+    own = np.asarray(layers.write_slot(cache, x, jnp.asarray([0, 2], jnp.int32)))
+    assert own[0, :, 0].all() and own[1, :, 2].all() and own.sum() == x.sum()
+
+
+def test_unused_rows_of_an_embedding_can_be_zero_vectors_and_ids_past_the_table_are_nan() -> None:
+    module = layers.Embedding(8, "vocab", CONFIG, used=5, zero_unused=True)
+    table = {"params": {"embedding": jnp.ones((8, 8))}}
+    x = np.asarray(module.apply(table, jnp.asarray([[4, 5, 7, 8]])))[0, :, 0]
+    assert x[:3].tolist() == [1, 0, 0] and np.isnan(x[3])

@@ -1,4 +1,4 @@
-"""The encoder: one set of numbers in every form."""
+"""Encoder and decoder: one set of numbers in every form."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,14 @@ import pytest
 from transformer_jax import dropout
 from transformer_jax.config import EncoderConfig
 from transformer_jax.layers import SAVED_NAMES
-from transformer_jax.model import SITES_PER_LAYER, Encoder, encoder_flops
+from transformer_jax.model import (
+    DECODER_SITES_PER_LAYER,
+    SITES_PER_LAYER,
+    Decoder,
+    Encoder,
+    decoder_flops,
+    encoder_flops,
+)
 
 CONFIG = EncoderConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
 X_BLH = jax.random.normal(jax.random.key(5), (2, 6, 16))
@@ -121,3 +128,50 @@ def test_flops_count_each_product_once() -> None:
     h, f, tokens, length = 16, 32, 10, 5
     per_layer = 4 * 2 * tokens * h * h + 2 * 2 * tokens * h * f + 2 * 2 * (2 * length**2) * h
     assert encoder_flops(CONFIG, tokens, 2 * length**2) == 2 * per_layer
+
+
+MEMORY_BSH = jax.random.normal(jax.random.key(6), (2, 5, 16))
+MEMORY_IDS_BS = jnp.asarray([[1, 1, 2, 2, 0], [1, 1, 1, 1, 0]], jnp.int32)
+DECODER_PARAMS = nn.meta.unbox(
+    jax.jit(Decoder(CONFIG, 3).init, compiler_options=QUICK)(
+        jax.random.key(0), X_BLH, IDS_BL, MEMORY_BSH, MEMORY_IDS_BS
+    )["params"]
+)
+
+
+def decoder_value_and_gradient(scanned: bool, **changes: Any) -> tuple[Any, Any]:
+    module = Decoder(dataclasses.replace(CONFIG, **changes), 3, scanned)
+
+    def loss(params: Any, x_BLH: jax.Array, memory_BSH: jax.Array) -> jax.Array:
+        r = dropout.randomness(jax.random.key(1), jnp.asarray([4, 9]))
+        y_BLH: Any = module.apply({"params": params}, x_BLH, IDS_BL, memory_BSH, MEMORY_IDS_BS, r, 7)
+        return (y_BLH.astype(jnp.float32) ** 3).sum()
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)), compiler_options=QUICK)
+    return step(DECODER_PARAMS, X_BLH, MEMORY_BSH)
+
+
+@pytest.fixture(scope="module")
+def decoder_unrolled() -> tuple[Any, Any]:
+    return decoder_value_and_gradient(False)
+
+
+@pytest.mark.parametrize(("scanned", "remat"), [(True, "none"), (False, "names"), (True, "full")], ids=str)
+def test_scanning_and_recomputing_change_no_number_of_the_decoder(
+    scanned: bool, remat: str, decoder_unrolled: tuple[Any, Any]
+) -> None:
+    value, gradient = decoder_value_and_gradient(scanned, remat=remat)
+    assert float(value) == pytest.approx(float(decoder_unrolled[0]), rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4), gradient, decoder_unrolled[1])
+
+
+def test_the_decoder_has_its_own_layers_and_sites() -> None:
+    assert sorted(DECODER_PARAMS) == ["layer_0", "layer_1", "layer_2"]
+    assert DECODER_SITES_PER_LAYER == 5
+
+
+def test_decoder_flops_count_keys_and_values_of_the_memory_once_a_position() -> None:
+    h, f, tokens, memory = 16, 32, 10, 7
+    products = 2 * tokens * (6 * h * h + 2 * h * f) + 2 * memory * 2 * h * h
+    found = decoder_flops(CONFIG, 3, tokens=tokens, pairs=30, memory_tokens=memory, memory_pairs=40)
+    assert found == 3 * (products + 2 * 2 * (30 + 40) * h)
