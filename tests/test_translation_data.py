@@ -241,6 +241,30 @@ def test_packing_fills_both_sides_and_the_report_says_how_full(train):
     assert report["source fill, one pair a row"] < 0.5 * report["source fill"]
 
 
+@pytest.mark.parametrize(("source", "target", "side"), [(60, 24, "source"), (24, 60, "target"), (24, 24, "")])
+def test_the_report_says_by_which_length_a_side_would_be_filled_better(train, source, target, side):
+    report = data.describe(train, BatchesConfig(source, target), seed=0)
+    assert (f"examples.max_{side}_length = " in report.get("fuller rows", "")) == bool(side)
+    if side:
+        better = int(report["fuller rows"].rpartition(" ")[2])
+        lengths = (better, target) if side == "source" else (source, better)
+        fuller = data.describe(train, BatchesConfig(*lengths), seed=0)
+        assert better % 8 == 0 and fuller[f"{side} fill"] > report[f"{side} fill"]
+
+
+@pytest.mark.parametrize(("extra", "fits"), [(0, True), (1, False)])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_pair_of_exactly_the_longest_length_is_whole(vocabularies, tmp_path, side, extra, fits):
+    """C054: nothing is lost at the maximum; one piece more does not fit, and is counted."""
+    words = [LETTERS[:3], LETTERS[:3].upper()]
+    words[side] = (LETTERS, LETTERS.upper())[side][: 7 + extra]
+    pair = tuple(" ".join(word) for word in words)
+    write_pairs(tmp_path, vocabularies, {"train": [("a", "A"), pair]})
+    stream = TrainingData(Shards.open(tmp_path), BatchesConfig(8, 8), seed=0)
+    assert stream.too_long == 1 - fits
+    assert (pair in pairs_in(stream.batch(0, stream.num_rows(0)), vocabularies)) == fits
+
+
 # --- subword sampling
 
 
@@ -269,6 +293,8 @@ def test_sampling_cuts_anew_in_each_epoch_and_is_a_function_of_the_place(words):
     counts = [int((b["label_weights"] > 0).sum()) for b in (batch, following, plain.batch(0, plain.num_rows(0)))]
     assert counts[0] > counts[2] and counts[0] != counts[1]
     assert (batch["sequence_ids"] > 0).sum(1).max() <= 60
+    report = data.describe(shards, config, seed=1)
+    assert report["source fill, sampled"] > report["source fill"] and report["growth by sampling (source)"] > 1
 
 
 def test_a_pair_without_room_for_more_pieces_takes_its_best_cut(words):

@@ -363,6 +363,29 @@ def fill_of(maker: Maker, packing: Packing) -> Fill:
     return Fill(packing.num_rows, float(source), float(target))
 
 
+def _sampled(maker: Maker, plan: Packing, seed: int) -> dict[str, float]:
+    """What random cuts make of lengths and rows, the rows counted in a sample of them."""
+    rows = inputs.permute(derive_key(seed, "rows", 0), plan.num_rows, np.arange(min(plan.num_rows, 64)))
+    batch = maker.rows(plan, derive_key(seed, "pieces", 0), rows)
+    return {
+        "source fill, sampled": round(float((batch["sequence_ids"] > 0).mean()), 4),
+        "target fill, sampled": round(float(batch["label_weights"].mean()), 4),
+        "growth by sampling (source)": round(float(maker.growth[0]), 3),
+        "growth by sampling (target)": round(float(maker.growth[1]), 3),
+    }
+
+
+def _advice(config: BatchesConfig, fill: Fill) -> dict[str, str]:
+    """A shorter row for a side that is filled much less than the other."""
+    sides = (("source", fill.source, fill.target), ("target", fill.target, fill.source))
+    for side, own, other in sides:
+        length = getattr(config, f"max_{side}_length")
+        better = int(-(-length * own / other // 8) * 8)
+        if config.pack and own < 0.93 * other and better < length:
+            return {"fuller rows": f"with examples.max_{side}_length = {better}"}
+    return {}
+
+
 def describe(shards: Shards, config: BatchesConfig, seed: int) -> dict[str, Any]:
     """What the settings make of a split, for the data report."""
     maker = Maker(shards, load_vocabularies(shards), config, config.subword_sampling)
@@ -383,7 +406,7 @@ def describe(shards: Shards, config: BatchesConfig, seed: int) -> dict[str, Any]
         "target fill, one pair a row": round(padded.target, 4),
         "pairs per row": round(float(per_row.mean()), 3),
         "most pairs per row": int(per_row.max()),
-        "growth by sampling (source)": round(float(maker.growth[0]), 3),
-        "growth by sampling (target)": round(float(maker.growth[1]), 3),
+        **(_sampled(maker, plan, seed) if maker.sampling else {}),
+        **_advice(config, fill),
         "longer side histogram": {k: int(n) for k, n in zip(labels, longer, strict=True) if n},
     }
