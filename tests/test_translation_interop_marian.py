@@ -1,0 +1,210 @@
+"""Export to Marian's format and import of it: bit for bit, checked before it appears, refused where it does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_translation_run
+
+from transformer_jax import pieces
+from transformer_jax.checkpoint import read_params
+from transformer_jax.config import UserError
+from transformer_jax.translation import loading
+from transformer_jax.translation.config import TransformerConfig
+from transformer_jax.translation.interop import marian, marian_names
+from transformer_jax.translation.vocabularies import Vocabularies
+
+TEXTS = ["bal bel bol", "gon  gam fel.", "", "dalbel unbekannt 深"]
+ARRAYS = ("input_ids", "decoder_input_ids", "decoder_sequence_ids")
+
+
+def config(**changes: Any) -> TransformerConfig:
+    size = changes.pop("size", tiny_translation_run.vocabularies().vocab_size)
+    sizes = {"source_vocab_size": size, "target_vocab_size": size, "num_hidden_layers": 2}
+    return dataclasses.replace(tiny_translation_run.MODEL, **{**sizes, **changes})
+
+
+@functools.cache
+def params(model: TransformerConfig) -> dict[str, Any]:
+    """Every tensor at random, biases and norms included, each kernel different from its transpose."""
+    rng = np.random.default_rng(3)
+    tensors = {}
+    for entry in marian_names.entries(model):
+        value = rng.standard_normal(entry.shape) * 0.3 + (entry.path[-1] == "scale")
+        if entry.padded_rows:
+            value[-1] = 0
+        tensors[entry.name] = value.astype(np.float32)
+    return marian_names.from_marian(tensors, model)
+
+
+def own_vocabularies() -> Vocabularies:
+    """A vocabulary for each side, of one size."""
+    pairs = tiny_translation_run.pairs(60, 0)
+    source, target = (
+        pieces.train([text for text, _ in pairs], vocab_size=n, model=kind)  # type: ignore[arg-type]
+        for n, kind in ((44, "bpe"), (44, "unigram"))
+    )
+    return Vocabularies(source, target)
+
+
+def export(folder: Path, model: TransformerConfig, vocabularies: Vocabularies | None = None, **options: Any) -> Path:
+    vocabularies = vocabularies or tiny_translation_run.vocabularies()
+    return marian.export(params(model), model, vocabularies, folder, say=lambda line: None, **options)
+
+
+def same_trees(a: Any, b: Any) -> None:
+    left, right = (dict(marian_names.published_names.flatten(tree)) for tree in (a, b))
+    assert left.keys() == right.keys()
+    for path, value in left.items():
+        np.testing.assert_array_equal(value, right[path], err_msg="/".join(path))
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(tmp_path_factory.mktemp("marian") / "out", config())
+
+
+def test_the_folder_holds_what_marian_needs_and_reads_back_bit_for_bit(exported: Path) -> None:
+    assert sorted(p.name for p in exported.iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors", "source.spm", "target.spm",
+        "tokenizer_config.json", "vocab.json",
+    ]  # fmt: skip
+    assert sorted(p.name for p in exported.parent.iterdir()) == ["out"], "nothing is left beside it"
+    found = marian.read_folder(exported)
+    same_trees(found.params | {"embeddings": None}, params(config()) | {"embeddings": None})
+    size = config().target_vocab_size
+    table = params(config())["embeddings"]["target"]["embedding"][:size]
+    np.testing.assert_array_equal(found.params["embeddings"]["target"]["embedding"][:size], table)
+    vocabularies = tiny_translation_run.vocabularies()
+    assert found.vocabularies.joint
+    assert [found.vocabularies.source.encode(t) for t in TEXTS] == [vocabularies.source.encode(t) for t in TEXTS]
+
+
+def test_an_imported_run_exports_the_same_files(exported: Path, tmp_path: Path) -> None:
+    run = marian.import_folder(exported, tmp_path / "run")
+    loaded = loading.load(run)
+    assert loaded.step == 0 and loaded.config.embeddings == "shared"
+    again = marian.export_checkpoint(run, tmp_path / "again", say=lambda line: None)
+    for name in ("model.safetensors", "config.json", "vocab.json", "source.spm", "target.spm"):
+        assert (again / name).read_bytes() == (exported / name).read_bytes(), name
+    assert read_params(run)[3]["imported_from"] == "out"
+
+
+def test_two_vocabularies_of_one_size_are_two_vocabularies_there(tmp_path: Path) -> None:
+    vocabularies = own_vocabularies()
+    assert vocabularies.source.vocab_size == vocabularies.target.vocab_size
+    model = config(embeddings="separate", size=vocabularies.source.vocab_size)
+    found = marian.read_folder(export(tmp_path / "out", model, vocabularies))
+    assert not found.vocabularies.joint and found.config.embeddings == "separate"
+    assert found.vocabularies.source.vocab == vocabularies.source.vocab != found.vocabularies.target.vocab
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["separate_vocabs"]
+
+
+def test_models_that_do_not_fit_are_refused_by_their_settings(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r'model\.norm is "pre"'):
+        marian.export({}, config(norm="pre"), tiny_translation_run.vocabularies(), tmp_path / "out")
+    with pytest.raises(UserError, match=r'encoder_embeddings is "bert"'):
+        bert = config(embeddings="separate", encoder_embeddings="bert")
+        marian.export({}, bert, tiny_translation_run.vocabularies(), tmp_path / "out")
+    tagged = pieces.train(["bal bel bol"], vocab_size=20, user_symbols=["<de>", ">>de<<"])
+    with pytest.raises(UserError, match=r"tokenizer\.user_symbols holds <de>; Marian's tokenizer"):
+        marian.export({}, config(), Vocabularies(tagged, tagged), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_fails_its_own_check_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = marian.read_folder
+
+    def other(path: Path) -> marian.Folder:
+        found = read(path)
+        found.params["decoder"]["layer_0"]["cross_attention"]["key"]["kernel"] += 1e-3
+        return found
+
+    monkeypatch.setattr(marian, "read_folder", other)
+    with pytest.raises(UserError, match=r"failed its own check.*decoder\.layers\.0\.encoder_attn\.k_proj\.weight"):
+        export(tmp_path / "out", config())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_target_in_use_is_kept(exported: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match="not empty" if not overwrite else "not an earlier export"):
+            export(tmp_path, config(), overwrite=overwrite)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"activation_function": "swish"}, "Invalid enum value 'swish'"),
+        ({"pad_token_id": 0}, r"pad_token_id is 0; it must be \d+ \(</s> first, <pad> last\)"),
+        ({"decoder_ffn_dim": 7}, "encoder and decoder must be alike"),
+        ({"model_type": "bart"}, "model_type is 'bart'"),
+        ({"vocab_size": None}, "vocab_size"),
+    ],
+)
+def test_folders_that_this_model_cannot_be_are_refused(
+    exported: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    for file in exported.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((exported / "config.json").read_text()) | change
+    settings = {k: v for k, v in settings.items() if v is not None or k == "bos_token_id"}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=message):
+        marian.read_folder(tmp_path)
+
+
+def test_weights_of_another_model_are_refused(exported: Path, tmp_path: Path) -> None:
+    for file in exported.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((exported / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"encoder_layers": 1, "num_hidden_layers": 1}))
+    with pytest.raises(UserError, match=r"16 unknown: model\.encoder\.layers\.1"):
+        marian.read_folder(tmp_path)
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses")
+@pytest.mark.parametrize("embeddings", ["shared", "separate"])
+def test_transformers_loads_the_folder_and_gives_our_ids_and_logits(embeddings: Any, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    vocabularies = tiny_translation_run.vocabularies() if embeddings == "shared" else own_vocabularies()
+    model = config(embeddings=embeddings, size=vocabularies.source.vocab_size)
+    folder = export(tmp_path / "out", model, vocabularies)
+
+    tokenizer = transformers.MarianTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == model.source_vocab_size and tokenizer.pad_token_id == model.source_vocab_size - 1
+    for text in TEXTS:
+        assert tokenizer(text)["input_ids"] == [*vocabularies.source.encode(text), 0], text
+        ids = [*vocabularies.target.encode(text), 0]
+        assert tokenizer(text_target=text)["input_ids"] == ids, text
+        if 1 not in ids:
+            assert tokenizer.decode(ids, skip_special_tokens=True) == vocabularies.target.decode(ids), text
+
+    peer, info = transformers.MarianMTModel.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    batch = marian.probe_batch(model)
+    long = {k: torch.tensor(v).long() for k, v in batch.items()}
+    with torch.no_grad():
+        logits = peer.eval()(
+            input_ids=long["input_ids"],
+            attention_mask=long["sequence_ids"],
+            decoder_input_ids=long["decoder_input_ids"],
+        ).logits.numpy()
+    scored = batch["decoder_sequence_ids"] > 0
+    ours = marian.probe_logits(params(model), model)
+    np.testing.assert_allclose(logits[scored][:, :-1], ours[scored], rtol=1e-4, atol=1e-4)
+
+    out = peer.generate(**tokenizer(TEXTS[:2], return_tensors="pt", padding=True), max_length=12)
+    assert out.shape[0] == 2 and (out[:, 0] == model.target_vocab_size - 1).all()
+    assert peer.generation_config.num_beams == 4 and jnp.isfinite(peer.generation_config.length_penalty)
