@@ -179,7 +179,7 @@ def _read_vocabularies(folder: Path) -> Vocabularies:
 
 
 def probe_batch(config: TransformerConfig) -> dict[str, np.ndarray]:
-    """Three padded pairs with ids over the whole vocabularies, for comparing models."""
+    """Three padded pairs with ids over the whole vocabularies, for comparing models; sources end with `</s>`."""
     rows, length = 3, min(24, config.max_position_embeddings)
     rng = np.random.default_rng(0)
     batch = {}
@@ -188,7 +188,10 @@ def probe_batch(config: TransformerConfig) -> dict[str, np.ndarray]:
         ids[:, 1] = size - 2
         if side:
             ids[:, 0] = size - 1
-        real = np.arange(length)[None] < np.asarray([[length], [max(1, length // 2)], [1]])
+        lengths = np.asarray([length, max(1, length // 2), 1])
+        real = np.arange(length)[None] < lengths[:, None]
+        if not side:
+            ids[np.arange(rows), lengths - 1] = SentencePiece.eos_id
         batch[f"{side}input_ids"] = np.where(real, ids, size - 1).astype(np.int32)
         batch[f"{side}position_ids"] = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
         batch[f"{side}sequence_ids"] = real.astype(np.int32)

@@ -1,0 +1,166 @@
+"""Export to CTranslate2: its scores are ours, in every form of the model that has a place there."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tiny_translation_run
+from flax import linen as nn
+
+from transformer_jax import pieces
+from transformer_jax.config import UserError
+from transformer_jax.translation.config import TransformerConfig
+from transformer_jax.translation.interop import ctranslate2 as interop
+from transformer_jax.translation.interop import marian
+from transformer_jax.translation.model import Transformer
+from transformer_jax.translation.vocabularies import Vocabularies
+
+
+def own_vocabularies() -> Vocabularies:
+    """A vocabulary for each side, of different sizes."""
+    pairs = tiny_translation_run.pairs(60, 0)
+    source, target = (pieces.train([text for text, _ in pairs], vocab_size=n) for n in (44, 37))
+    return Vocabularies(source, target)
+
+
+def config(vocabularies: Vocabularies, **changes: Any) -> TransformerConfig:
+    sizes = {side: getattr(vocabularies, side).vocab_size for side in ("source", "target")}
+    named = {f"{side}_vocab_size": size for side, size in sizes.items()}
+    return dataclasses.replace(tiny_translation_run.MODEL, **{**named, "num_hidden_layers": 2, **changes})
+
+
+@functools.cache
+def params(model: TransformerConfig) -> dict[str, Any]:
+    """Every tensor at random, biases and norms included."""
+    ids = np.zeros((1, 1), np.int32)
+    shapes = nn.meta.unbox(jax.eval_shape(Transformer(model).init, jax.random.key(0), *[ids] * 6)["params"])
+    rng = np.random.default_rng(3)
+
+    def draw(path: Any, leaf: Any) -> np.ndarray:
+        value = rng.standard_normal(leaf.shape) * 0.3 + (path[-1].key == "scale")
+        if path[0].key == "embeddings":
+            value[(model.source_vocab_size if path[1].key == "source" else model.target_vocab_size) - 1 :] = 0
+        return value.astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+@pytest.fixture
+def ctranslate2() -> Any:
+    return pytest.importorskip("ctranslate2")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"norm": "pre", "embeddings": "untied", "hidden_act": "gelu", "layer_norm_eps": 1e-3},
+        {"embeddings": "separate", "scale_embedding": False, "hidden_act": "gelu_new"},
+    ],
+    ids=["as Marian", "pre-norm, untied", "separate, unscaled"],
+)
+@pytest.mark.parametrize("quantization", ["float32", "int8"])
+def test_the_written_model_scores_as_ours_does(
+    changes: dict[str, Any], quantization: Any, tmp_path: Path, ctranslate2: Any
+) -> None:
+    """The export's own check; that it can fail is the next test."""
+    vocabularies = own_vocabularies() if "embeddings" in changes else tiny_translation_run.vocabularies()
+    model = config(vocabularies, **changes)
+    out = interop.export(params(model), model, vocabularies, tmp_path / "out", quantization=quantization, say=quiet)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    names = {p.name for p in out.iterdir()}
+    own = {"shared_vocabulary.json"} if vocabularies.joint else {"source_vocabulary.json", "target_vocabulary.json"}
+    assert names == {"config.json", "model.bin", "source.spm", "target.spm"} | own
+    for name in own:
+        assert "<pad>" not in json.loads((out / name).read_text(encoding="utf-8"))
+
+
+def test_an_export_that_fails_its_own_check_leaves_nothing(tmp_path: Path, ctranslate2: Any) -> None:
+    vocabularies = tiny_translation_run.vocabularies()
+    model = config(vocabularies)
+    other = dataclasses.replace(model, layer_norm_eps=0.3)
+    spec = interop._spec
+
+    def wrong(library: Any, tree: Any, _: Any) -> Any:
+        return spec(library, tree, other)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interop, "_spec", wrong)
+        with pytest.raises(UserError, match=r"failed its own check.*log-probabilities"):
+            interop.export(params(model), model, vocabularies, tmp_path / "out", say=quiet)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_file_is_that_of_the_official_converter(tmp_path: Path, ctranslate2: Any) -> None:
+    """Its converter reads Marian's folder with torch; ours never imports it."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    from ctranslate2.converters.transformers import MarianMTLoader
+
+    vocabularies = tiny_translation_run.vocabularies()
+    model = config(vocabularies)
+    ours = interop.export(params(model), model, vocabularies, tmp_path / "ours", say=quiet)
+    marian.export(params(model), model, vocabularies, tmp_path / "marian", say=quiet)
+    peer, loader = transformers.MarianMTModel.from_pretrained(tmp_path / "marian"), MarianMTLoader()
+    peer.final_logits_bias.zero_()  # it forbids <pad>, which neither file has
+    spec = loader.get_model_spec(peer)
+
+    class Names:
+        """What the converter asks of a tokenizer."""
+
+        eos_token, unk_token, bos_token = "</s>", "<unk>", None
+
+    loader.set_config(spec.config, peer, Names)
+    spec.config.add_source_eos = True
+    for register in (spec.register_source_vocabulary, spec.register_target_vocabulary):
+        register(vocabularies.source.vocab[:-1])
+    spec.validate()
+    spec.optimize()
+    (tmp_path / "theirs").mkdir()
+    spec.save(str(tmp_path / "theirs"))
+    source = [[vocabularies.source.vocab[i] for i in vocabularies.source.encode(text)] for text in ("bal bel", "gon")]
+    found = [
+        ctranslate2.Translator(str(folder)).translate_batch(
+            source, beam_size=4, num_hypotheses=4, max_decoding_length=12, return_scores=True
+        )
+        for folder in (ours, tmp_path / "theirs")
+    ]
+    for a, b in zip(*found, strict=True):
+        assert a.hypotheses == b.hypotheses
+        np.testing.assert_allclose(a.scores, b.scores, rtol=1e-5)
+
+
+def test_eight_bits_are_about_a_quarter_of_the_size(tmp_path: Path, ctranslate2: Any) -> None:
+    vocabularies = tiny_translation_run.vocabularies()
+    model = config(vocabularies, hidden_size=64, intermediate_size=256, max_position_embeddings=16)
+    sizes = {}
+    for quantization in ("float32", "int8"):
+        folder = tmp_path / quantization
+        interop.export(params(model), model, vocabularies, folder, quantization=quantization, say=quiet)
+        sizes[quantization] = (folder / "model.bin").stat().st_size
+    assert sizes["int8"] < 0.35 * sizes["float32"]
+
+
+def test_a_model_with_bert_s_embeddings_is_refused_by_name(tmp_path: Path, ctranslate2: Any) -> None:
+    vocabularies = tiny_translation_run.vocabularies()
+    model = config(vocabularies, embeddings="separate", encoder_embeddings="bert")
+    with pytest.raises(UserError, match=r'model\.encoder_embeddings is "bert".*tokenizer\.source_wordpiece'):
+        interop.export({}, model, vocabularies, tmp_path / "out", say=quiet)
+
+
+def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
+    with pytest.raises(UserError, match=r"install the extra `ct2`"):
+        interop.export({}, config(own_vocabularies(), embeddings="separate"), own_vocabularies(), tmp_path / "out")
