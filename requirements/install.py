@@ -1,9 +1,9 @@
 """Make a virtual environment with what this project needs, pinned and hashed; `make` calls it.
 
-    python requirements/install.py FOLDER users|tests|development
+    python requirements/install.py FOLDER users|tests|development|ct2
 
-users is what running needs; tests adds what the tests need but for PyTorch; development adds PyTorch. Says first how
-much it will download. pip's own settings hold, so an index or a folder named there is used.
+users is what running needs; tests adds what the tests need but for PyTorch; development adds PyTorch. ct2 makes nothing
+new: it adds CTranslate2 to an environment of users. Says first how much it will download. pip's own settings hold, so an index or a folder named there is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import sys
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).resolve().parent
-SETS = {"users": "py{}.txt", "tests": "dev-py{}.txt", "development": "dev-py{}.txt"}
+SETS = {"users": "py{}.txt", "tests": "dev-py{}.txt", "development": "dev-py{}.txt", "ct2": "ct2-py{}.txt"}
+HASHED = ("install", "--quiet", "--no-compile", "--require-hashes")
 
 
 def megabytes(file: str) -> int:
@@ -56,6 +57,10 @@ def main() -> None:
     file = SETS[which].format(short)
     if not (REQUIREMENTS / file).exists():
         raise SystemExit(f"Python {version} at {sys.executable} has no requirements/{file}; use Python 3.11 or 3.12.")
+    if which == "ct2":
+        print(f"Adding CTranslate2 to {folder.name}: downloads about {megabytes(file)} MB.", flush=True)
+        pip(folder / "bin" / "python", *HASHED, "--no-deps", "-r", str(REQUIREMENTS / file))
+        return
     if importlib.util.find_spec("ensurepip") is None:
         raise SystemExit(f"Python {version} cannot make virtual environments here; install python{version}-venv.")
 
@@ -73,11 +78,10 @@ def main() -> None:
                 "stop here, put PyTorch's index of CPU builds in PIP_EXTRA_INDEX_URL and start again."
             )
     print(f"Downloads about {total} MB, less what pip has stored from before.", flush=True)
-    hashed = ("install", "--quiet", "--no-compile", "--require-hashes")
-    pip(python, *hashed, "-r", str(REQUIREMENTS / "build.txt"))
-    pip(python, *hashed, "--no-build-isolation", "-r", str(REQUIREMENTS / file))
+    pip(python, *HASHED, "-r", str(REQUIREMENTS / "build.txt"))
+    pip(python, *HASHED, "--no-build-isolation", "-r", str(REQUIREMENTS / file))
     if torch:
-        pip(python, *hashed, "--no-deps", "-r", str(REQUIREMENTS / torch))
+        pip(python, *HASHED, "--no-deps", "-r", str(REQUIREMENTS / torch))
     pip(python, "install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", str(REQUIREMENTS.parent))
 
 

@@ -70,11 +70,13 @@ def chosen(package: dict[str, Any], python: str) -> list[dict[str, Any]]:
     return sorted(package.get("wheels", []), key=rank) or [package["sdist"]]
 
 
-def resolve(python: str, platform: str, groups: tuple[str, ...], constraints: Path | None) -> dict[str, Pin]:
-    """What one Python on one platform needs for the project and the named dependency groups."""
+def resolve(
+    python: str, platform: str, groups: tuple[str, ...], constraints: Path | None, extras: tuple[str, ...] = ()
+) -> dict[str, Pin]:
+    """What one Python on one platform needs for the project, the named dependency groups and extras."""
     command = ["uv", "pip", "compile", "pyproject.toml", "--format", "pylock.toml", "--quiet", "--no-header"]
     command += ["--python-version", python, "--python-platform", PLATFORMS[platform]]
-    command += [f"--group={group}" for group in groups]
+    command += [f"--group={group}" for group in groups] + [f"--extra={extra}" for extra in extras]
     if constraints:
         command += ["--constraint", str(constraints)]
     environment = {**os.environ, "MACOSX_DEPLOYMENT_TARGET": "14.0"}
@@ -133,6 +135,9 @@ def main() -> None:
             )
             fixed = Path(scratch) / "constraints.txt"
             fixed.write_text("\n".join(f"{name}=={pin.version}" for name, pin in runtime.items()), encoding="utf-8")
+            with_ct2 = merge(*(resolve(python, platform, (), fixed, ("ct2",)) for platform in PLATFORMS))
+            more = {name: pin for name, pin in with_ct2.items() if name not in runtime and not apart(name)}
+            write(f"ct2-{short}.txt", f"Python {python}: what the extra ct2 adds to {short}.txt.", more)
             everything = [resolve(python, platform, ("build", "dev", "torch"), fixed) for platform in PLATFORMS]
             torch_sets += [{name: pin for name, pin in pins.items() if apart(name)} for pins in everything]
             development = {name: pin for name, pin in merge(*everything).items() if not apart(name)}
