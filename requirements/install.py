@@ -3,7 +3,8 @@
     python requirements/install.py FOLDER users|tests|development|ct2
 
 users is what running needs; tests adds what the tests need but for PyTorch; development adds PyTorch. ct2 makes nothing
-new: it adds CTranslate2 to an environment of users. Says first how much it will download. pip's own settings hold, so an index or a folder named there is used.
+new: it adds CTranslate2 to an environment of users. Says first how much it will download. pip's own settings hold, so
+an index or a folder named there is used.
 """
 
 from __future__ import annotations
