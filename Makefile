@@ -6,14 +6,16 @@ python = $${PYTHON:-$$(sh requirements/find_python.sh)}
 PYTEST_PROCESSES ?= -n auto --dist loadfile
 PYTEST_ARGS ?=
 locks := $(wildcard requirements/*.txt)
-checked := bert_jax transformer_jax tests requirements .ci
+checked := bert_jax transformer_jax tests requirements launch .ci
 
-.PHONY: help demo demo-zh demo-short test lint types format clean
+.PHONY: help demo demo-zh demo-short translate-demo translate-demo-short test lint types format clean
 
 help:
 	@echo "make demo        prepare, pretrain, evaluate and export a small English BERT"
 	@echo "make demo-zh     the same in Chinese"
 	@echo "make demo-short  the English one for a few steps only, to see that all of it runs"
+	@echo "make translate-demo        train a small English-German Transformer, translate, score, and take it to CTranslate2"
+	@echo "make translate-demo-short  the same for a few steps only"
 	@echo "make test        the tests; PYTEST_ARGS=\"-m 'not slow'\" for the fast ones"
 	@echo "make lint        ruff"
 	@echo "make types       mypy"
@@ -29,6 +31,13 @@ demo-zh: .venv/complete
 demo-short: .venv/complete
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" sh launch/demo.sh launch/runs/demo_en.toml runs/demo_short \
 		--train.steps 30 --optimizer.warmup_steps 5
+
+translate-demo: .venv/ct2
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" sh launch/translate_demo.sh launch/runs/demo_en_de.toml runs/demo_en_de
+
+translate-demo-short: .venv/ct2
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" sh launch/translate_demo.sh launch/runs/demo_en_de.toml runs/demo_translate_short \
+		--train.steps 30 --optimizer.warmup_steps 5 --train.eval_every 0 --validation.lines 0
 
 test: .venv-dev/complete
 	@.venv-dev/bin/python -m pytest $(PYTEST_PROCESSES) $(PYTEST_ARGS)
@@ -47,6 +56,10 @@ format: .venv-dev/complete
 
 .venv/complete: $(locks)
 	@python=$(python) && "$$python" requirements/install.py .venv users && touch $@
+
+# CTranslate2 runs the exported translation model; nothing else needs it. The interpreter is that of the environment.
+.venv/ct2: .venv/complete
+	@.venv/bin/python requirements/install.py .venv ct2 && touch $@
 
 .venv-dev/complete: $(locks)
 	@python=$(python) && "$$python" requirements/install.py .venv-dev development && touch $@
