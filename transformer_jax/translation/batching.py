@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import jit
 from jax.sharding import Mesh
 
 from transformer_jax import sharding
@@ -92,18 +93,18 @@ def programs(config: TransformerConfig, settings: DecodeSettings, mesh: Mesh) ->
         return decode.run_steps(config, settings, weights, state, most_steps, until_done)
 
     return Programs(
-        weights=jax.jit(functools.partial(steps.decoder_weights, config), out_shardings=whole),
-        encode=jax.jit(encode, out_shardings=rows),
-        empty=jax.jit(
+        weights=jit(functools.partial(steps.decoder_weights, config), out_shardings=whole),
+        encode=jit(encode, out_shardings=rows),
+        empty=jit(
             functools.partial(decode.empty_state, config, settings), static_argnums=(0, 1, 2), out_shardings=of_state
         ),
-        run=jax.jit(run, donate_argnums=1, out_shardings=of_state),
-        insert=jax.jit(
+        run=jit(run, donate_argnums=1, out_shardings=of_state),
+        insert=jit(
             functools.partial(insert, parts, settings.beams if settings.sample else 1),
             donate_argnums=0,
             out_shardings=of_state,
         ),
-        repack=jax.jit(functools.partial(repack, parts), static_argnums=(3, 4), out_shardings=of_state),
+        repack=jit(functools.partial(repack, parts), static_argnums=(3, 4), out_shardings=of_state),
     )
 
 

@@ -217,11 +217,15 @@ def search_step(config: TransformerConfig, settings: DecodeSettings, weights: We
     scores_VX, cache = steps.decode_step(
         config, weights, last_BK, state.position_B, state.slot, state.cache, lineage_BKT, state.source
     )
-    state = state._replace(cache=cache, lineage_BKT=lineage_BKT)
+    return advance(config, settings, state._replace(cache=cache, lineage_BKT=lineage_BKT), scores_VX)
+
+
+def advance(config: TransformerConfig, settings: DecodeSettings, state: State, scores_VX: jax.Array) -> State:
+    """The state after a step in which the model scored every piece after each live hypothesis."""
     choose = _sample if settings.sample else _search
     changed = choose(config, settings, state, scores_VX.astype(jnp.float32))
     kept: dict[str, Any] = {
-        name: jnp.where(state.done_B.reshape((batch,) + (1,) * (new.ndim - 1)), getattr(state, name), new)
+        name: jnp.where(state.done_B.reshape(state.done_B.shape + (1,) * (new.ndim - 1)), getattr(state, name), new)
         for name, new in changed.items()
     }
     return state._replace(slot=state.slot + 1, **kept)
