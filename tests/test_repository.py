@@ -149,6 +149,7 @@ def test_the_wheel_holds_the_two_packages_and_nothing_else(tmp_path):
     assert expected <= set(names)
     assert f"{info}/licenses/LICENSE" in names
     assert "bert-jax = bert_jax.main:main" in entry_points
+    assert "transformer-jax = transformer_jax.translation.main:main" in entry_points
     needed = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
     assert not [r for r in needed if r.name in NOT_FOR_USERS and not r.marker]
 
@@ -213,14 +214,19 @@ for package in ("bert_jax", "transformer_jax"):
     assert len(found.splitlines()) > 20
 
 
-def test_every_command_says_how_it_is_used(tmp_path):
+@pytest.mark.parametrize(
+    ("module", "program", "least"),
+    [("bert_jax.main", "bert-jax", 8), ("transformer_jax.translation.main", "transformer-jax", 7)],
+)
+def test_every_command_says_how_it_is_used(tmp_path, module, program, least):
     """And none of them takes a library to say it, so that help comes at once."""
     python(
         """
-import contextlib, io
-from bert_jax import main
+import contextlib, importlib, io
+name, program, least = sys.argv[1:]
+main = importlib.import_module(name)
 commands = next(a for a in main._parser()._actions if a.choices).choices
-assert len(commands) >= 8
+assert len(commands) >= int(least)
 for command in [None, *commands]:
     out = io.StringIO()
     try:
@@ -228,11 +234,14 @@ for command in [None, *commands]:
             main.main([command, "--help"] if command else ["--help"])
     except SystemExit as e:
         assert e.code == 0, command
-    assert "usage: bert-jax" in out.getvalue(), command
+    assert f"usage: {program}" in out.getvalue(), command
     assert len(out.getvalue().splitlines()) < 40, command
-heavy = {"jax", "flax", "tokenizers", "pyarrow", "tensorflow_datasets"} & set(sys.modules)
+heavy = {"jax", "flax", "tokenizers", "sentencepiece", "sacrebleu", "pyarrow", "tensorflow_datasets"} & set(sys.modules)
 assert not heavy, heavy
 """,
+        module,
+        program,
+        str(least),
         cwd=tmp_path,
     )
 

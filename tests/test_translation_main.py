@@ -26,7 +26,8 @@ def one_device(tmp_path_factory):
     tiny_run.cache_programs(tmp_path_factory.mktemp("programs"))
     with pytest.MonkeyPatch.context() as patch:
         make_mesh = sharding.make_mesh
-        patch.setattr(sharding, "make_mesh", lambda config: make_mesh(config, jax.devices()[:1]))
+        one = lambda config, devices=None: make_mesh(config, (devices or jax.devices())[:1])  # noqa: E731
+        patch.setattr(sharding, "make_mesh", one)
         yield
     jax.config.update("jax_compilation_cache_dir", before)
 
@@ -119,25 +120,27 @@ def test_train_lists_its_keys(work, call):
 
 
 def test_evaluate_gives_a_table_or_json(work, call):
-    code, out, _ = call("evaluate", work / "run", "--split", "validation", "--json")
+    code, out, _ = call("evaluate", work / "run", "--split", "validation", "--loss-only", "--json")
     figures = json.loads(out)
     assert code == 0 and figures["step"] == 4 and figures["pairs"] == 12
     trained = json.loads((work / "out").read_text().splitlines()[-1])
     assert figures["translation_nll"] == pytest.approx(trained["translation_nll"], rel=1e-6)
-    code, out, _ = call("evaluate", f"{work / 'run'}@2")
+    assert "bleu" not in figures
+    code, out, _ = call("evaluate", f"{work / 'run'}@2", "--beam", "1")
     assert code == 0 and out.startswith("test pairs, step 2: ") and "perplexity" in out
+    assert re.search(r"^BLEU +\d+\.\d\d  nrefs:1\|", out, re.MULTILINE) and "12 lines" in out
 
 
 def test_average_makes_a_run_that_the_other_commands_take(work, call, tmp_path):
     code, out, _ = call("average", work / "run", "--last", "2", "--out", tmp_path / "mean")
     assert (code, out) == (0, f"{tmp_path / 'mean'}\n")
     assert call("verify", tmp_path / "mean")[:2] == (0, "step 4: verified\n")
-    assert call("evaluate", tmp_path / "mean")[0] == 0
+    assert call("evaluate", tmp_path / "mean", "--loss-only")[0] == 0
     code, out, _ = call("report", tmp_path / "mean")
     assert code == 0 and Path(out.strip()).exists()
     named = [f"{work / 'run'}@2", f"{work / 'run'}@4"]
     assert call("average", *named, "--out", tmp_path / "named")[0] == 0
-    first, second = (json.loads(call("evaluate", tmp_path / n, "--json")[1]) for n in ("mean", "named"))
+    first, second = (json.loads(call("evaluate", tmp_path / n, "--loss-only", "--json")[1]) for n in ("mean", "named"))
     assert first["loss"] == second["loss"]
 
 
@@ -195,7 +198,7 @@ def test_mistakes_with_a_run_at_hand(work, call, tmp_path):
         (("train", run_file, "--preset", "transformer-bas"), "did you mean `transformer-base`"),
         (("train", run_file, "--data.prepared", tmp_path / "none"), "run `transformer-jax prepare"),
         (("train", run_file, "--tokenizer.vocab_size", "60"), "tokenizer.vocab_size: 44 in the prepared data, 60 now"),
-        (("train", run_file, "--validation.lines", "3"), "validation.lines is 3, and no decoder is given"),
+        (("train", run_file, "--validation.lines", "30"), "validation.lines is 30, and"),
         (("evaluate", f"{work / 'run'}@3"), "there is no step 3; complete steps: 2, 4"),
         (("average", work / "run", "--last", "3", "--out", tmp_path / "x"), "fewer than --last 3"),
         (("score", tmp_path / "two", tmp_path / "one"), "has 2 lines and"),

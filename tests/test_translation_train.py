@@ -36,7 +36,8 @@ def cache(tmp_path_factory):
     tiny_run.cache_programs(folder)
     with pytest.MonkeyPatch.context() as patch:
         make_mesh = sharding.make_mesh
-        patch.setattr(sharding, "make_mesh", lambda config: make_mesh(config, jax.devices()[:1]))
+        one = lambda config, devices=None: make_mesh(config, (devices or jax.devices())[:1])  # noqa: E731
+        patch.setattr(sharding, "make_mesh", one)
         yield folder
     jax.config.update("jax_compilation_cache_dir", before)
 
@@ -287,17 +288,24 @@ def test_translations_are_scored_during_training_and_the_best_checkpoint_is_kept
     assert checkpoint.steps(tmp_path / "run") == [6, 12] and result.evaluation["chrf"] < 30
 
 
+@pytest.mark.slow
+def test_validation_and_evaluate_translate_with_the_same_decoder(straight, tmp_path):
+    config = beside(straight, tmp_path, train_steps=4, validation_lines=12, validation_beam_size=2)
+    result = train.train(config)
+    scores = evaluate(str(tmp_path / "run"), "validation")
+    assert scores["chrf"]["score"] == pytest.approx(result.evaluation["chrf"])
+    assert scores["bleu"]["score"] == pytest.approx(result.evaluation["bleu"]) and scores["lines"] == 12
+
+
 def test_translations_that_cannot_be_made_are_refused_before_training(straight, tmp_path):
-    with pytest.raises(ConfigError, match=r"validation\.lines is 5, and no decoder"):
-        train.train(beside(straight, tmp_path, validation_lines=5))
     with pytest.raises(ConfigError, match=r"validation\.lines is 13, and .* has 12 validation pairs"):
-        train.train(beside(straight, tmp_path, validation_lines=13), translate=word_for_word([]))
+        train.train(beside(straight, tmp_path, validation_lines=13))
     assert not (tmp_path / "run").exists()
 
 
 def test_evaluate_gives_the_figures_of_the_run_and_scores_with_a_decoder(straight):
     run = str(straight[0] / "run")
-    figures = evaluate(run, "validation")
+    figures = evaluate(run, "validation", translate=None)
     for name in ("loss", "translation_nll", "translation_accuracy", "n/translation"):
         assert figures[name] == pytest.approx(straight[2].evaluation[name], rel=1e-5), name
     assert figures["perplexity"] == pytest.approx(np.exp(figures["translation_nll"]))
@@ -335,7 +343,7 @@ def test_the_mean_of_the_last_checkpoints_is_a_run_of_its_own(straight, tmp_path
     )  # fmt: skip
     assert step == 12 and meta["averaged_from"] == ["run@4", "run@8", "run@12"]
     assert {p.name for p in out.iterdir()} == {"config.toml", "tokenizer", "checkpoints"}
-    assert evaluate(str(out))["n/translation"] > 20 and checkpoint.verify(out) == [(12, [])]
+    assert evaluate(str(out), translate=None)["n/translation"] > 20 and checkpoint.verify(out) == [(12, [])]
     assert load_run(out / "config.toml").run_dir == str(out)
     with pytest.raises(ConfigError, match=r"holds an averaged model .* with \[init\] from = "):
         train.train(beside(straight, tmp_path, run_dir=str(out)))

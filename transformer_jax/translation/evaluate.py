@@ -10,18 +10,21 @@ import jax
 
 from transformer_jax import checkpoint, sharding
 from transformer_jax.config import MeshConfig, UserError
+from transformer_jax.run_file import with_value
 from transformer_jax.translation import data
 from transformer_jax.translation.run_file import config_of
 from transformer_jax.translation.score import score
 from transformer_jax.translation.score import table as score_table
 from transformer_jax.translation.train import Translate, make_engine, open_prepared
+from transformer_jax.translation.translate import validation_translate
 
 
 def evaluate(
     checkpoint_name: str,
     split: Literal["test", "validation"] = "test",
     prepared: str | None = None,
-    translate: Translate | None = None,
+    translate: Translate | None = validation_translate,
+    beam_size: int = 0,
 ) -> dict[str, Any]:
     """Figures of a run (or RUN@STEP) over all pairs of a split of its prepared data.
 
@@ -30,7 +33,8 @@ def evaluate(
     Args:
       checkpoint_name: a run folder (its newest step that verifies) or RUN@STEP.
       prepared: where the run's prepared data lies now, if it was moved.
-      translate: the decoder; without it there are no scores of translations.
+      translate: the decoder; None gives no scores of translations.
+      beam_size: of the search; 0 is the run's `validation.beam_size`.
 
     Returns:
       checkpoint, step, split, pairs; translation_loss (with label smoothing), translation_nll (nats a piece, without
@@ -43,8 +47,10 @@ def evaluate(
     if "decoder" not in params:
         raise UserError(f"{checkpoint_name} holds no translation model: its parameters are {', '.join(sorted(params))}")
     config = config_of(meta)
+    if beam_size:
+        config = with_value(config, "validation.beam_size", beam_size)
     if prepared:
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, prepared=prepared))
+        config = with_value(config, "data.prepared", prepared)
     shards = open_prepared(config, split)
     vocabularies = data.load_vocabularies(shards)
     if vocabularies.digest != meta["tokenizer_digest"]:

@@ -29,10 +29,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_prepare(commands, _prepare, "make the vocabularies and token shards of a run's pairs, with a report")
     command.add_training(commands, "train", _train)
 
-    sub = command.add(commands, "evaluate", _evaluate, "cross-entropy, perplexity and accuracy on held-out pairs")
+    sub = command.add(
+        commands, "evaluate", _evaluate, "perplexity on held-out pairs, and BLEU and chrF2 of their translations"
+    )
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
     sub.add_argument("--split", choices=["test", "validation"], default="test")
     sub.add_argument("--prepared", metavar="DIR", help="the run's prepared data, if it was moved")
+    sub.add_argument("--beam", metavar="N", type=int, default=0, help="beam size (default: validation.beam_size)")
+    sub.add_argument("--loss-only", action="store_true", help="translate nothing")
     sub.add_argument("--json", action="store_true")
 
     sub = command.add(commands, "translate", _translate, "translate lines: one in, one out, in order")
@@ -52,6 +56,19 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--last", type=int, default=0, help="the newest so many steps of the one run that is named")
     sub.add_argument("--out", metavar="RUN", required=True, help="the run folder to make")
 
+    sub = command.add(commands, "import", _import, "make a run from a folder in Marian's format, to go on training")
+    sub.add_argument("source", metavar="SOURCE", help="a folder that MarianMTModel loads, with safetensors weights")
+    sub.add_argument("run", metavar="RUN", help="the run folder to make")
+
+    sub = command.add(
+        commands, "export", _export, "write a model for other programs; what was written is loaded again and compared"
+    )
+    sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
+    sub.add_argument("out", metavar="OUT", help="the folder to write; it must not exist, or be empty")
+    sub.add_argument("--format", choices=["marian", "ctranslate2"], default="marian")
+    sub.add_argument("--int8", action="store_true", help="matrices in 8 bits (ctranslate2 alone)")
+    sub.add_argument("--overwrite", action="store_true", help="replace an earlier export")
+
     command.add_report(commands, _report)
     command.add_verify(commands)
     return parser
@@ -59,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_translate(sub: argparse.ArgumentParser) -> None:
     """The arguments of `translate`, many of which are fields of DecodeSettings and TranslateSettings."""
+    sub.usage = "transformer-jax translate CHECKPOINT [options] < LINES > TRANSLATIONS"
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
     sub.add_argument("--input", metavar="FILE", help="text to translate (default: standard input)")
     sub.add_argument("--output", metavar="FILE", help="where translations go (default: standard output)")
@@ -113,9 +131,13 @@ def _train(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _evaluate(args: argparse.Namespace, rest: list[str]) -> int:
+    from transformer_jax.report import quiet_libraries
     from transformer_jax.translation.evaluate import evaluate, table
+    from transformer_jax.translation.translate import validation_translate
 
-    figures = evaluate(args.checkpoint, args.split, args.prepared)
+    quiet_libraries()
+    translate = None if args.loss_only else validation_translate
+    figures = evaluate(args.checkpoint, args.split, args.prepared, translate, args.beam)
     print(json_line(figures) if args.json else table(figures))
     return 0
 
@@ -165,6 +187,34 @@ def _average(args: argparse.Namespace, rest: list[str]) -> int:
     if len(args.checkpoints) < 2 and not args.last:
         raise UserError("one checkpoint has no mean: name several, or how many of the run's newest with --last N")
     print(average(args.checkpoints, args.out, args.last))
+    return 0
+
+
+def _import(args: argparse.Namespace, rest: list[str]) -> int:
+    from transformer_jax.report import quiet_libraries
+    from transformer_jax.translation.interop import marian
+
+    quiet_libraries()
+    print(marian.import_folder(args.source, args.run))
+    return 0
+
+
+def _export(args: argparse.Namespace, rest: list[str]) -> int:
+    from transformer_jax.report import quiet_libraries
+
+    quiet_libraries()
+    if args.format == "ctranslate2":
+        from transformer_jax.translation.interop import ctranslate2
+
+        quantization: ctranslate2.Quantization = "int8" if args.int8 else "float32"
+        options = {"quantization": quantization, "overwrite": args.overwrite, "say": command.say}
+        print(ctranslate2.export_checkpoint(args.checkpoint, args.out, **options))
+        return 0
+    if args.int8:
+        raise UserError("--int8 is for --format ctranslate2; Marian's format has float32 alone")
+    from transformer_jax.translation.interop import marian
+
+    print(marian.export_checkpoint(args.checkpoint, args.out, overwrite=args.overwrite, say=command.say))
     return 0
 
 

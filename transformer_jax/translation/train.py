@@ -29,6 +29,7 @@ from transformer_jax.translation.model import count_parameters
 from transformer_jax.translation.prepare import asked_otherwise
 from transformer_jax.translation.score import score
 from transformer_jax.translation.task import TranslationTask
+from transformer_jax.translation.translate import validation_translate
 from transformer_jax.translation.vocabularies import Vocabularies
 
 Translate = Callable[[TranslationConfig, Vocabularies, Any, Sequence[str], Callable[[], bool]], "Sequence[str] | None"]
@@ -125,7 +126,7 @@ def train(
     force: bool = False,
     stop: StopSignal | None = None,
     on_step: Callable[[int, dict[str, float]], None] = lambda step, values: None,
-    translate: Translate | None = None,
+    translate: Translate = validation_translate,
 ) -> RunResult:
     """Train, or go on training: where the run folder holds a checkpoint, the run goes on exactly as if never stopped.
 
@@ -164,21 +165,16 @@ def train(
 
 
 def validation(
-    config: TranslationConfig, vocabularies: Vocabularies, heldout: Shards, translate: Translate | None
+    config: TranslationConfig, vocabularies: Vocabularies, heldout: Shards, translate: Translate
 ) -> Validation | None:
     """BLEU and chrF2 of the first `validation.lines` validation pairs; None where none are asked for.
 
     Raises:
-      ConfigError: fewer pairs than asked for, or no decoder.
+      ConfigError: fewer pairs than asked for.
     """
     settings = config.validation
     if not settings.lines:
         return None
-    if translate is None:
-        raise ConfigError(
-            f"validation.lines is {settings.lines}, and no decoder is given to translate them; set it to 0"
-        )
-    decode = translate
     if heldout.num_documents < settings.lines:
         raise ConfigError(
             f"validation.lines is {settings.lines}, and {config.data.prepared} has {heldout.num_documents} validation "
@@ -188,7 +184,7 @@ def validation(
     language = heldout.manifest["languages"][1]
 
     def scored(params: Any, stop: Callable[[], bool]) -> dict[str, float] | None:
-        found = decode(config, vocabularies, params, [source for source, _ in texts], stop)
+        found = translate(config, vocabularies, params, [source for source, _ in texts], stop)
         if found is None:
             return None
         scores = score(found, [target for _, target in texts], language=language)
