@@ -16,13 +16,13 @@ import tiny_translation_run
 from transformer_jax import pieces
 from transformer_jax.checkpoint import read_params
 from transformer_jax.config import UserError
-from transformer_jax.translation import loading
+from transformer_jax.translation import loading, main
 from transformer_jax.translation.config import TransformerConfig
 from transformer_jax.translation.interop import marian, marian_names
+from transformer_jax.translation.presets import PRESETS, nearest_preset
 from transformer_jax.translation.vocabularies import Vocabularies
 
 TEXTS = ["bal bel bol", "gon  gam fel.", "", "dalbel unbekannt 深"]
-ARRAYS = ("input_ids", "decoder_input_ids", "decoder_sequence_ids")
 
 
 def config(**changes: Any) -> TransformerConfig:
@@ -95,6 +95,28 @@ def test_an_imported_run_exports_the_same_files(exported: Path, tmp_path: Path) 
     for name in ("model.safetensors", "config.json", "vocab.json", "source.spm", "target.spm"):
         assert (again / name).read_bytes() == (exported / name).read_bytes(), name
     assert read_params(run)[3]["imported_from"] == "out"
+
+
+def test_the_commands_import_and_export(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["import", str(exported), "run"]) == 0
+    assert main.main(["export", "run", "again"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "run\nagain\n" and "alpha is written as 0.5" in err
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
+    assert main.main(["export", "run", "again"]) == 2 and "again is not empty" in capsys.readouterr().err
+    assert main.main(["export", "run", "again", "--overwrite"]) == 0
+    assert main.main(["export", "run", "int8", "--int8"]) == 2
+    assert "--int8 is for --format ctranslate2" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "run"]
+
+
+def test_an_imported_run_names_the_preset_of_its_sizes() -> None:
+    for name in ("transformer-tiny", "transformer-small", "transformer-base", "transformer-big", "transformer-bert"):
+        assert nearest_preset(PRESETS[name]) == name
+    assert nearest_preset(config()) == "transformer-tiny"
 
 
 def test_two_vocabularies_of_one_size_are_two_vocabularies_there(tmp_path: Path) -> None:

@@ -28,6 +28,17 @@ PRESETS: dict[str, TransformerConfig] = {
 }  # fmt: skip
 
 
+def nearest_preset(config: TransformerConfig) -> str:
+    """The preset of the same sizes, or else the one with the fewest that differ; the smallest of several."""
+    sizes = ("encoder_embeddings", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+
+    def differing(name: str) -> tuple[int, int]:
+        preset = PRESETS[name]
+        return sum(getattr(preset, size) != getattr(config, size) for size in sizes), preset.hidden_size
+
+    return min(PRESETS, key=differing)
+
+
 class Row(NamedTuple):
     """One row of the paper's table 3."""
 

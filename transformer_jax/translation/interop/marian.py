@@ -37,6 +37,7 @@ from transformer_jax.translation.config import BatchesConfig, SentencePieceConfi
 from transformer_jax.translation.interop.marian_names import from_marian, refuse_unfit, to_marian
 from transformer_jax.translation.loading import NAMING
 from transformer_jax.translation.model import Transformer
+from transformer_jax.translation.presets import nearest_preset
 from transformer_jax.translation.vocabularies import Vocabularies
 
 Say = Callable[[str], None]
@@ -362,7 +363,13 @@ def import_folder(source: str | Path, run_dir: str | Path) -> Path:
     tokenizer = SentencePieceConfig(vocab_size=sizes, joint=found.vocabularies.joint)
     length = min(BatchesConfig.max_source_length, found.config.max_position_embeddings)
     examples = BatchesConfig(max_source_length=length, max_target_length=length)
-    config = TranslationConfig(run_dir=str(run_dir), model=found.config, tokenizer=tokenizer, examples=examples)
+    config = TranslationConfig(
+        preset=nearest_preset(found.config),
+        run_dir=str(run_dir),
+        model=found.config,
+        tokenizer=tokenizer,
+        examples=examples,
+    )
     meta = {
         "config": core.to_builtins(config),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "orbax-checkpoint")},
