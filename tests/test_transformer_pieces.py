@@ -1,5 +1,6 @@
 """SentencePiece: fixed ids, the same pieces every time, tags by id, what normalisation loses, sampling by key."""
 
+import functools
 import itertools
 import pickle
 import random
@@ -10,6 +11,8 @@ import threading
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from transformer_jax import pieces
 from transformer_jax.config import ConfigError, UserError
@@ -169,6 +172,31 @@ def test_the_same_key_cuts_alike_in_any_thread_and_order(tagged):
     assert [tagged.decode(row) for row in whole] == texts
     tag = tagged.sample_batch(["<2de> hello world"], keys[1:2], 0.5)[0]
     assert tag[0] == 2 and tagged.decode(tag) == "<2de> hello world"
+
+
+CHARACTERS = [*"abch \u00e9\u0301\u200b\u2581\u3000\t\uff21\u6f22<2de>\x07"]
+
+
+@given(st.lists(st.text(st.sampled_from(CHARACTERS), max_size=60), max_size=4))
+def test_words_that_are_kept_change_nothing(texts):
+    """Text is cut word by word from a table; the ids are those of SentencePiece for the whole text."""
+    tokenizer = kept_words()
+    assert tokenizer._by_words
+    assert tokenizer.encode_batch(texts) == tokenizer._encode_whole(texts)
+
+
+@functools.cache
+def kept_words():
+    return train([*TEXTS, "\u6f22\u5b57", "caf\u00e9 A"], vocab_size=200)
+
+
+def test_words_are_kept_only_where_that_is_exact(monkeypatch):
+    assert not train(TEXTS, vocab_size=150, model="unigram")._by_words
+    assert not train(TEXTS, vocab_size=150, normalization="identity")._by_words
+    monkeypatch.setattr(pieces, "CACHE_WORDS", 20)
+    tokenizer = train(TEXTS, vocab_size=150)
+    assert tokenizer.encode_batch(TEXTS) == tokenizer._encode_whole(TEXTS)
+    assert len(tokenizer._cache) == 1
 
 
 def test_files_and_pickles_give_the_same_tokenizer(tagged, tmp_path):

@@ -38,6 +38,8 @@ THREADS = 8
 """Of training, whatever the machine: the pieces of a unigram model depend on the number."""
 MAX_TRAINING_BYTES = 4000
 """Longer lines are split for training; SentencePiece itself would leave out those above 4,192 bytes."""
+CACHE_WORDS = 1 << 17
+"""Most words whose ids are kept, about 40 MB; a full table is emptied."""
 MAX_TRAINING_SENTENCES = 2_000_000
 """More are thinned out evenly; the trainer holds them in memory."""
 
@@ -99,6 +101,7 @@ class SentencePiece:
         self._tag_ids = frozenset(self._tags.values())
         self._cut = _any_of(self.user_symbols)
         self._space_id = ids.get(SPACE, self.unk_id)
+        self._cache: dict[str, tuple[int, ...]] = {"": ()}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SentencePiece, (self.model, self.vocab, self.user_symbols)
@@ -157,10 +160,51 @@ class SentencePiece:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, in one thread."""
+        if self._cut is not None:
+            return [self._with_tags(text, lambda processor, part: processor.encode(part)) for text in texts]
+        if not self._by_words:
+            return self._encode_whole(texts)
+        # Long runs without spaces (Chinese, addresses) hardly come again, so they are not worth keeping.
+        words = [
+            text.split(" ") if len(text) <= 24 * (text.count(" ") + 1) and SPACE not in text else None for text in texts
+        ]
+        rest = iter(self._encode_whole([text for text, own in zip(texts, words, strict=True) if own is None]))
+        look_up = self._known(set().union(*(own for own in words if own is not None))).__getitem__
+        chain = itertools.chain.from_iterable
+        return [next(rest) if own is None else list(chain(map(look_up, own))) for own in words]
+
+    def _encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
         ids = self._ids
-        if self._cut is None:
-            return [[ids[i] for i in row] for row in self._whole.encode(list(texts), num_threads=1)]
-        return [self._with_tags(text, lambda processor, part: processor.encode(part)) for text in texts]
+        return [[ids[i] for i in row] for row in self._whole.encode(list(texts), num_threads=1)]
+
+    def _known(self, words: set[str]) -> Mapping[str, tuple[int, ...]]:
+        """A table that has the ids of each of `words`. It only grows, so that threads may share it."""
+        table = self._cache
+        missing = [word for word in words if word not in table]
+        if missing:
+            table.update(zip(missing, map(tuple, self._encode_whole(missing)), strict=True))
+            if len(table) > CACHE_WORDS:
+                self._cache = {"": ()}
+        return table
+
+    @functools.cached_property
+    def _by_words(self) -> bool:
+        """Whether a text is cut as its words are, each by itself: no piece goes over a space, and spaces are tidied.
+
+        Of BPE only: the best cut of a unigram model may be one of several with the same score, and which of them it is
+        depends on how the scores before it were rounded.
+        """
+        proto = _proto(self.model)
+        rules, made = proto.normalizer_spec, proto.trainer_spec
+        return (
+            made.model_type == made.BPE
+            and rules.add_dummy_prefix
+            and rules.remove_extra_whitespaces
+            and rules.escape_whitespaces
+            and made.split_by_whitespace
+            and not made.treat_whitespace_as_suffix
+            and not any(SPACE in piece[1:] for piece in self.vocab)
+        )
 
     def sample_batch(self, texts: Sequence[str], keys: np.ndarray, amount: float) -> list[list[int]]:
         """As `encode_batch`, each text cut in a random way that its key alone decides.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -157,7 +158,7 @@ class UnknownCounter:
 
     def add(self, tokenizer: Tokenizer, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> None:
         """Count `texts`, whose pieces as `tokenizer.encode_batch` gave them are `ids`."""
-        flat = np.fromiter((i for row in ids for i in row), np.int64)
+        flat = np.fromiter(itertools.chain.from_iterable(ids), np.int64)
         self.add_flat(tokenizer, flat)
         for text, row in zip(texts, ids, strict=True):
             if tokenizer.unk_id in row:
