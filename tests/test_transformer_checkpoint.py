@@ -390,6 +390,18 @@ def test_a_metric_of_another_name_does_not_count(tmp_path):
     assert step_folders.metric_of(tmp_path / "2", "bleu") == 0.4 and step_folders.metric_of(tmp_path / "2", "x") is None
 
 
+def test_the_best_step_can_be_named(tmp_path):
+    policy = CheckpointConfig(keep_last=9, best_metric="bleu", best_is="highest")
+    save_steps(tmp_path, 1, 2, 3, 4, config=policy, metrics={1: 20.0, 2: 25.5, 3: 25.5})
+    assert ck.read_meta(f"{tmp_path}@best")[0] == 3
+    # Steps from before another figure was chosen do not count.
+    save_steps(tmp_path, 5, 6, config=CheckpointConfig(keep_last=9), metrics={5: 0.5, 6: 0.6})
+    assert ck.locate(f"{tmp_path}@best")[1] == 5
+    save_steps(tmp_path / "none", 1)
+    with pytest.raises(CheckpointError, match="no complete step has a held-out figure"):
+        ck.read_params(f"{tmp_path / 'none'}@best")
+
+
 def test_a_policy_that_keeps_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="keep_last is 0"):
         Checkpoints(tmp_path, CheckpointConfig(keep_last=0))

@@ -254,7 +254,7 @@ class Checkpoints:
         try:
             self._manager.wait_until_finished()
             if jax.process_index() == 0:
-                step_folders.write_digests(self.folder / str(step), metric, self.config.best_metric)
+                step_folders.write_digests(self.folder / str(step), metric, self.config)
                 self._bad.discard(step)
                 self._delete_old(step)
         except Exception as e:
@@ -266,7 +266,7 @@ class Checkpoints:
             return
         path = self.folder / str(step)
         try:
-            step_folders.write_metric(path, metric, self.config.best_metric)
+            step_folders.write_metric(path, metric, self.config)
             self._delete_old(max(steps(self.folder)))
         except step_folders.DamagedError as e:
             _log.warning("%s: its metric was not noted: %s", path, e)

@@ -6,6 +6,7 @@ atomically, with the evaluation figure that the best steps are kept by. No Orbax
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -104,15 +105,16 @@ def kept(metrics: Mapping[int, float | None], config: CheckpointConfig) -> set[i
 
 
 def locate(checkpoint: Path | str, step: int | None = None) -> tuple[Path, int | None]:
-    """The folder of steps and the step that `RUN`, `RUN@STEP` or the folder of a step names."""
+    """The folder of steps and the step that `RUN`, `RUN@STEP`, `RUN@best` or the folder of a step names."""
     path = Path(checkpoint)
     if not path.is_dir():
         head, at, tail = str(checkpoint).rpartition("@")
         if not at or not Path(head).is_dir():
             raise CheckpointError(f"{head or path}: no such folder; name a run folder, or RUN@STEP")
-        if not tail.isdigit():
-            raise CheckpointError(f"{checkpoint}: after @ stands {tail!r}; it must be the number of a step")
-        path, step = Path(head), int(tail)
+        if not tail.isdigit() and tail != "best":
+            raise CheckpointError(f"{checkpoint}: after @ stands {tail!r}; it must be the number of a step, or `best`")
+        path = Path(head)
+        step = best_step(_root(path)) if tail == "best" else int(tail)
     elif path.name.isdigit() and (path / "state").is_dir():
         return path.parent.absolute(), int(path.name)
     root = _root(path)
@@ -120,6 +122,25 @@ def locate(checkpoint: Path | str, step: int | None = None) -> tuple[Path, int |
         there = ", ".join(map(str, steps(root))) or "none"
         raise CheckpointError(f"{root}: there is no step {step}; complete steps: {there}")
     return root, step
+
+
+def best_step(root: Path) -> int:
+    """The complete step with the best held-out figure, of equals the newer; the newest step says which figure it is.
+
+    Raises:
+      CheckpointError: no complete step has a figure.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for step in steps(root):
+        with contextlib.suppress(DamagedError):
+            content = read_digests(root / str(step))
+            if content["metric"] is not None:
+                found[step] = content
+    if not found:
+        raise CheckpointError(f"{root}: no complete step has a held-out figure, so none is the best; name a step")
+    newest = found[max(found)]
+    name, sign = newest.get("metric_name", "loss"), -1 if newest.get("metric_is") == "highest" else 1
+    return min((sign * c["metric"], -s, s) for s, c in found.items() if c.get("metric_name", "loss") == name)[2]
 
 
 def newest_verified(root: Path, step: int | None = None) -> tuple[int, list[tuple[int, str]]]:
@@ -179,8 +200,8 @@ class DamagedError(Exception):
     """The digest file of a step is missing or is not what was written."""
 
 
-def write_digests(path: Path, metric: float | None, metric_name: str) -> None:
-    """Make the step complete."""
+def write_digests(path: Path, metric: float | None, config: CheckpointConfig) -> None:
+    """Make the step complete; `config` says which figure the metric is, and which way it is better."""
     for item in ITEMS:
         if not (path / item).is_dir():
             raise OSError(f"the writer left no {item} in {path}")
@@ -188,12 +209,12 @@ def write_digests(path: Path, metric: float | None, metric_name: str) -> None:
     for file in sorted(p for p in path.rglob("*") if p.is_file()):
         files[file.relative_to(path).as_posix()] = {"size": file.stat().st_size, "sha256": _sha256(file)}
     content = {"format": 1, "step": int(path.name), "metric": finite(metric)}
-    _write(path, {**content, "metric_name": metric_name, "files": files})
+    _write(path, {**content, **_named(config), "files": files})
 
 
-def write_metric(path: Path, metric: float, metric_name: str) -> None:
+def write_metric(path: Path, metric: float, config: CheckpointConfig) -> None:
     """Note the metric of a complete step; raises DamagedError as `read_digests`."""
-    _write(path, {**read_digests(path), "metric": finite(metric), "metric_name": metric_name})
+    _write(path, {**read_digests(path), "metric": finite(metric), **_named(config)})
 
 
 def metric_of(path: Path, metric_name: str) -> float | None:
@@ -244,6 +265,10 @@ def problems_of(path: Path) -> list[str]:
         except OSError as e:
             problems.append(f"{name} cannot be read: {first_line(e)}")
     return problems
+
+
+def _named(config: CheckpointConfig) -> dict[str, str]:
+    return {"metric_name": config.best_metric, "metric_is": config.best_is}
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ class Loaded:
 
 
 def load(checkpoint: str | Path) -> Loaded:
-    """Load a run folder (its newest step that verifies) or RUN@STEP.
+    """Load a run folder (its newest step that verifies), RUN@STEP, or RUN@best (by its held-out figure).
 
         from transformer_jax import translation
         mt = translation.load("runs/demo_en_de")

@@ -15,7 +15,7 @@ from transformer_jax.command import json_line
 from transformer_jax.config import UserError
 
 DESCRIPTION = "Train a Transformer on your own pairs of sentences, go on after any stop, and take the model elsewhere."
-CHECKPOINT = "a run folder (its newest step that verifies) or RUN@STEP"
+CHECKPOINT = "a run folder (its newest step that verifies), RUN@STEP or RUN@best"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
