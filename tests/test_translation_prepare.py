@@ -220,6 +220,16 @@ def test_a_finished_folder_says_what_is_asked_otherwise(recipe, tmp_path):
     assert changed == 'recipe.target_language: "de" in the prepared data, "fr" now'
 
 
+def test_progress_is_told_in_each_stage(recipe, tmp_path):
+    told = []
+    prepare.prepare(config(recipe, tmp_path / "p"), workers=1, progress=told.append)
+    assert list(dict.fromkeys(state.stage for state in told)) == ["survey", "vocabulary", "encoding"]
+    size = sum(len(a) + len(b) for a, b in TRAIN + VALIDATION + TEST)
+    for stage in ("survey", "encoding"):
+        last = [state for state in told if state.stage == stage][-1]
+        assert last.documents == 136 and size <= last.text_bytes <= size + 136
+
+
 def test_the_report_counts_reasons_tokens_and_unknown_pieces(tmp_path):
     bad = [("", "x"), TRAIN[0], ("same text", "same text"), (TEST[0][0], "neu " * 3), ("a " * 300, "b " * 300)]
     recipe = write(tmp_path / "texts", train=[*TRAIN, *bad, ("a b", "漢 A")], validation=VALIDATION, test=TEST)

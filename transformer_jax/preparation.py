@@ -60,7 +60,7 @@ class Progress:
     """How far a preparation is."""
 
     stage: str
-    """"vocabulary" or "encoding"."""
+    """"vocabulary" or "encoding" (of pairs, "survey" before them)."""
     documents: int
     text_bytes: int
     """Text read so far, in UTF-8."""

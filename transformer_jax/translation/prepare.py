@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,11 +89,18 @@ def prepare(
     }
     key = _digest([made_from["version"], made_from["recipe"], made_from["cleaning"]])
 
+    began = time.monotonic()
+
+    def tell(stage: str, number: int, text_bytes: int) -> None:
+        if progress is not None:
+            progress(Progress(stage, number, text_bytes, None, 0, 0, time.monotonic() - began))
+
     @functools.cache
     def surveyed() -> Survey:
         def make() -> Survey:
             say("reading all pairs, to see which are left out")
-            return survey.make(recipe, config.data, splitter, workers or len(os.sched_getaffinity(0)))
+            cores = workers or len(os.sched_getaffinity(0))
+            return survey.make(recipe, config.data, splitter, cores, lambda n, size: tell("survey", n, size))
 
         found = survey.load_or_make(out, key, make)
         read = len(found.verdicts)
@@ -104,9 +112,14 @@ def prepare(
             yield Document(pair.input, pair.line, [pair.source, pair.target])
 
     def training(side: int) -> Iterator[str]:
-        for pair in survey.kept(recipe, surveyed()):
+        size = 0
+        for number, pair in enumerate(survey.kept(recipe, surveyed()), 1):
             if splitter(pair.input, pair.source) == "train":
-                yield (pair.source, pair.target)[side]
+                text = (pair.source, pair.target)[side]
+                size += len(text)
+                yield text
+            if number % 10_000 == 0:
+                tell(f"{SIDES[side]} vocabulary", number, size)
 
     def make_vocabularies(texts: Iterator[str]) -> Vocabularies:
         return _make_vocabularies(config.tokenizer, texts, training, say)

@@ -66,7 +66,13 @@ class Survey:
     counts: dict[str, dict[str, int]]
 
 
-def make(recipe: PairRecipe, limits: PairsConfig, splitter: Splitter, workers: int = 1) -> Survey:
+def make(
+    recipe: PairRecipe,
+    limits: PairsConfig,
+    splitter: Splitter,
+    workers: int = 1,
+    progress: Callable[[int, int], None] = lambda pairs, text_bytes: None,
+) -> Survey:
     """Read all pairs once.
 
     Validation and test pairs are all kept, unless a side is empty. A training pair goes if it has a fault of its own,
@@ -74,6 +80,7 @@ def make(recipe: PairRecipe, limits: PairsConfig, splitter: Splitter, workers: i
 
     Args:
       workers: processes that look at pairs while this one reads; few pairs are looked at here.
+      progress: called with the numbers of pairs and of bytes of text that have been looked at.
     """
     names = pairs.input_names(recipe)
     malformed: collections.Counter[str] = collections.Counter()
@@ -82,9 +89,12 @@ def make(recipe: PairRecipe, limits: PairsConfig, splitter: Splitter, workers: i
     hashes = array.array("Q")
     read = pairs.read(recipe, lambda name, line: malformed.update([name]))
     judge = functools.partial(_judge, limits, languages, splitter)
-    for judged in _map(judge, _batches(read), workers):
+    size = 0
+    for judged, text_bytes in _map(judge, _batches(read), workers):
         for column, part in zip((verdicts, split_of, inputs, hashes), judged, strict=True):
             column.frombytes(part)
+        size += text_bytes
+        progress(len(verdicts), size)
     found = _view(verdicts, np.uint8).copy()
     split_N = _view(split_of, np.uint8)
     whole, source_N, target_N = _view(hashes, np.uint64).reshape(-1, 3).T
@@ -105,11 +115,11 @@ def _batches(read: Iterator[Pair]) -> Iterator[list[Pair]]:
         yield batch
 
 
-Judged = tuple[bytes, bytes, bytes, bytes]
+Judged = tuple[tuple[bytes, bytes, bytes, bytes], int]
 
 
 def _judge(limits: PairsConfig, languages: tuple[str, str], splitter: Splitter, batch: list[Pair]) -> Judged:
-    """Verdict, split and input of each pair by itself, and three hashes each: of the pair and of its sides."""
+    """Verdict, split and input of each pair by itself, three hashes each (of pair and sides); and the bytes of text."""
     verdicts, splits = bytearray(), bytearray()
     hashes = array.array("Q")
     for pair in batch:
@@ -122,7 +132,9 @@ def _judge(limits: PairsConfig, languages: tuple[str, str], splitter: Splitter, 
         verdicts.append(1 + REASONS.index(reason) if reason else 0)
         splits.append(SPLITS.index(split))
         hashes.extend((cleaning.pair_hash(source, target), cleaning.side_hash(source), cleaning.side_hash(target)))
-    return bytes(verdicts), bytes(splits), array.array("H", [p.input for p in batch]).tobytes(), hashes.tobytes()
+    inputs = array.array("H", [pair.input for pair in batch])
+    size = sum(len(pair.source.encode()) + len(pair.target.encode()) for pair in batch)
+    return (bytes(verdicts), bytes(splits), inputs.tobytes(), hashes.tobytes()), size
 
 
 def _map(judge: Callable[[list[Pair]], Judged], batches: Iterator[list[Pair]], workers: int) -> Iterator[Judged]:
