@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from transformer_jax import pieces, shards
+from transformer_jax import corpora, pieces, shards
 from transformer_jax.config import ConfigError
 from transformer_jax.translation import data, pairs, prepare, survey
 from transformer_jax.translation.config import BatchesConfig, PairsConfig, SentencePieceConfig, TranslationConfig
@@ -83,6 +83,13 @@ def test_the_example_recipes_hold_the_same_pairs_and_prepare_alike(tmp_path):
     assert reports[0]["pairs"]["train"] + reports[0]["pairs"]["validation"] + reports[0]["pairs"]["test"] == 60
     assert reports[0]["tokens"] == reports[1]["tokens"] == reports[2]["tokens"]
     assert shards.verify(tmp_path / "parquet") == []
+
+
+def test_recipes_of_documents_and_of_pairs_are_told_apart():
+    with pytest.raises(ConfigError, match=r"demo_en\.toml is a recipe of documents; a recipe of pairs is needed"):
+        pairs.load_recipe(DATA / "demo_en.toml")
+    with pytest.raises(ConfigError, match=r"pairs_en_de\.toml is a recipe of pairs, for translation"):
+        corpora.load_recipe(DATA / "pairs_en_de.toml")
 
 
 def worked_example(folder, pack):

@@ -107,7 +107,10 @@ def load_recipe(path: Path | str) -> Recipe:
       ConfigError: an unknown key (the nearest one is named), a wrong value, a file that is not there.
     """
     path = Path(path)
-    recipe = load(Recipe, read_toml(path), str(path))
+    found = read_toml(path)
+    if "source_language" in found or "target_language" in found:
+        raise ConfigError(f"{path} is a recipe of pairs, for translation; a recipe of documents is needed here")
+    recipe = load(Recipe, found, str(path))
     try:
         sources = tuple(_absolute(s, path.absolute().parent) for s in recipe.sources)
     except ConfigError as e:

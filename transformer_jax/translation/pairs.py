@@ -135,7 +135,12 @@ def load_recipe(path: Path | str) -> PairRecipe:
         files of the one side as of the other.
     """
     path = Path(path)
-    recipe = load(PairRecipe, read_toml(path), str(path))
+    found = read_toml(path)
+    if "language" in found or "heldout" in found:
+        raise ConfigError(
+            f"{path} is a recipe of documents; a recipe of pairs is needed here, such as data/pairs_*.toml"
+        )
+    recipe = load(PairRecipe, found, str(path))
     try:
         sources = tuple(_absolute(s, recipe, path.absolute().parent) for s in recipe.sources)
     except ConfigError as e:
