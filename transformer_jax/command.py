@@ -9,6 +9,7 @@ import argparse
 import errno
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from transformer_jax.signals import StopSignal
     from transformer_jax.train import RunResult
 
+PROGRAM_BYTES = 1 << 30
+"""Of compiled programs that are kept; the oldest go first."""
 Function = Callable[[argparse.Namespace, list[str]], int]
 """A command: (its arguments, the overrides `--section.key value`) -> exit code."""
 
@@ -122,6 +125,20 @@ def keep_freed_memory() -> None:
 
     if allocator.on_cpu():
         allocator.keep_freed_memory()
+
+
+def keep_programs() -> None:
+    """Compiled programs stay in the user's cache folder, so that the next start need not compile them.
+
+    What is set already, as by JAX_COMPILATION_CACHE_DIR, stays.
+    """
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        jax.config.update("jax_compilation_cache_dir", str(Path(home) / "transformer-jax" / "programs"))
+        jax.config.update("jax_compilation_cache_max_size", PROGRAM_BYTES)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
 def json_line(value: Any) -> str:

@@ -30,11 +30,10 @@ from transformer_jax.translation.decode import NEVER, DecodeSettings, State
 from transformer_jax.translation.model import Transformer
 from transformer_jax.translation.step import Source
 
-LEAST_SLOTS = 32
 ROOM = 16
 """Steps for which a newly packed cache has slots, or as many as its rows can still need."""
 SHRINK = 4
-"""Batches are as large as asked for, or smaller by powers of this."""
+"""Batches are as large as asked for, or smaller by powers of this; a few rows cost little more than one."""
 POLL = 8
 """Steps between looks for new sentences while none are waiting but more may come."""
 
@@ -254,8 +253,8 @@ class Decoder:
                 f"batch_size is {batch_size}; it must be a multiple of {self.parts}, the devices that share it"
             )
         self.sizes = [batch_size // self.parts]
-        while self.sizes[-1] > 1:
-            self.sizes.append(max(1, self.sizes[-1] // SHRINK))
+        while self.sizes[-1] >= 2 * SHRINK:
+            self.sizes.append(self.sizes[-1] // SHRINK)
         self.programs = programs(config, settings.compiled(), self.mesh)
         self.params = jax.device_put(sharding.unbox(params), sharding.replicated(self.mesh))
         with jax.set_mesh(self.mesh):
@@ -367,7 +366,7 @@ class _Search:
         age = self.slot - first
         ends = [int(self.began[p][r] + self.limits[p][r]) - self.slot for p, rows in enumerate(live) for r in rows]
         ends += [int(x) for g in self.groups for x, s in zip(g.limits, g.sentences, strict=True) if s is not None]
-        slots = cache_slots(age + min(ROOM, max(ends, default=1)))
+        slots = power_slots(age + min(ROOM, max(ends, default=1)))
         length = min(power_slots(longest), d.config.max_position_embeddings)
         if self.state is None:
             self.state = d.programs.empty(size * d.parts, length, slots)
@@ -473,16 +472,11 @@ def _hypotheses(settings: DecodeSettings, row: dict[str, Any], began: int) -> li
 
 
 def power_slots(length: int) -> int:
-    """The next power of two, at least 16."""
-    return max(16, 1 << (length - 1).bit_length())
+    """The next power of two, at least 32."""
+    return max(32, 1 << (length - 1).bit_length())
 
 
 def source_slots(length: int) -> int:
-    """The length to which sources are padded to be encoded: 16, 32, 48, 64, 96, 128, 192, ..."""
+    """The length to which sources are padded to be encoded: 32, 48, 64, 96, 128, 192, ..."""
     power = power_slots(length)
     return power * 3 // 4 if length <= power * 3 // 4 and power > 32 else power
-
-
-def cache_slots(length: int) -> int:
-    """The number of slots of a cache that must hold as many steps."""
-    return max(LEAST_SLOTS, power_slots(length))

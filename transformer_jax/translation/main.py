@@ -153,6 +153,7 @@ def _translate(args: argparse.Namespace, rest: list[str]) -> int:
     from transformer_jax.translation.translate import TranslateSettings
 
     quiet_libraries()
+    command.keep_programs()
 
     def fields(kind: type) -> dict[str, object]:
         return {f.name: getattr(args, f.name) for f in dataclasses.fields(kind) if hasattr(args, f.name)}
