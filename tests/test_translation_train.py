@@ -286,6 +286,13 @@ def test_translations_are_scored_during_training_and_the_best_checkpoint_is_kept
     records = {r["step"]: r for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["split"] == "heldout"}
     assert records[6]["bleu"] == pytest.approx(100) and records[12]["bleu"] < 5 and "loss" in records[12]
     assert checkpoint.steps(tmp_path / "run") == [6, 12] and result.evaluation["chrf"] < 30
+    assert "warning" not in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_the_best_step_is_warned_of_where_saved_steps_are_not_measured(straight, tmp_path):
+    train.train(beside(straight, tmp_path, train_steps=4, checkpoint_keep_best=1))
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "keep_best counts saved steps with a loss alone; it is measured every 6 steps" in log and "every 4" in log
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def run(
             write_files(run_dir)
         checkpoints.try_to_write()
         with Reporter(run_dir, config.train.steps, config.train.log_every, first_step) as reporter:
-            for line in (*warnings, *start.notes, *opening_lines):
+            for line in (*warnings, *_unmeasured(config, evaluation, validation), *start.notes, *opening_lines):
                 reporter.line(line)
             if first_step >= config.train.steps:
                 reporter.line(f"step {first_step} of {config.train.steps} is done: nothing to train")
@@ -119,6 +119,21 @@ def run(
                 on_step=on_step,
                 validation=validation,
             )
+
+
+def _unmeasured(config: Any, evaluation: Evaluation | None, validation: Validation | None) -> list[str]:
+    """A warning where steps are saved that cannot be among the best, since nothing is measured at them."""
+    keep = config.checkpoint
+    of_validation = validation is not None and keep.best_metric in validation.names
+    every = (validation.every if validation is not None and of_validation else 0) or config.train.eval_every
+    measured = (evaluation is not None or of_validation) and every > 0 and keep.every % every == 0
+    if not keep.keep_best or measured:
+        return []
+    when = f"every {every} steps" if every else "at the end"
+    return [
+        f"warning: checkpoint.keep_best counts saved steps with a {keep.best_metric} alone; it is measured {when}, and "
+        f"steps are saved every {keep.every}"
+    ]
 
 
 def starting_point(
