@@ -139,6 +139,8 @@ def _evaluate(args: argparse.Namespace, rest: list[str]) -> int:
     translate = None if args.loss_only else validation_translate
     figures = evaluate(args.checkpoint, args.split, args.prepared, translate, args.beam)
     print(json_line(figures) if args.json else table(figures))
+    for note in figures.get("notes", []):
+        command.say(f"note: {note}")
     return 0
 
 
@@ -178,7 +180,7 @@ def _score(args: argparse.Namespace, rest: list[str]) -> int:
     scores = score_files(args.hypotheses, args.references, language=args.language, tokenize=args.tokenize)
     print(json_line(scores) if args.json else table(scores))
     for note in scores["notes"]:
-        print(f"note: {note}", file=sys.stderr)
+        command.say(f"note: {note}")
     return 0
 
 
