@@ -132,7 +132,7 @@ def test_hugging_face_finds_the_same_pieces(embeddings: Any, end: float, beam: i
                 continue
         assert found.ids == expected
         ended += not found.cut
-    assert ended or end < 3
+    assert ended or end != 3  # the last case's sentences are all cut
 
 
 @pytest.mark.parametrize(("end", "beam", "alpha"), [(3.0, 4, 1.0), (3.0, 3, 0.0), (2.0, 1, 1.0)])
@@ -165,6 +165,7 @@ def test_ctranslate2_finds_the_same_pieces(end: float, beam: int, alpha: float, 
             num_hypotheses=min(2, beam),
             length_penalty=alpha,
             max_decoding_length=LIMIT,
+            min_decoding_length=0,  # its default, 1, takes the end's share from the first piece's log-probability
             return_scores=True,
         )
         if beam > 1 and out.scores[0] - out.scores[1] < CLOSE:

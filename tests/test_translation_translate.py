@@ -92,7 +92,7 @@ def test_a_thousand_lines_some_very_odd_give_a_thousand() -> None:
 
 def test_a_long_line_is_split_and_put_together() -> None:
     """C028: no piece of it is lost, and its parts are translated as they would be by themselves."""
-    long = text(5, 20)
+    long = text(5, 30)
     (found,) = run([long])
     assert f"split into {len(found.pieces)} parts" in found.notes[0] and len(found.pieces) > 2
     ids = [i for part in found.pieces for i in part[:-1]]

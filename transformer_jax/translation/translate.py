@@ -20,6 +20,7 @@ import jax
 
 from transformer_jax import sharding
 from transformer_jax.config import MeshConfig, UserError
+from transformer_jax.pieces import SPACE
 from transformer_jax.tokenizer import WordPiece
 from transformer_jax.translation.batching import Decoder, Hypothesis, Sentence
 from transformer_jax.translation.config import TransformerConfig, TranslationConfig
@@ -31,8 +32,6 @@ WINDOW_BATCHES = 32
 PARTS = 4096
 """More parts than a line can have: what is left of one is dropped, and noted."""
 SENTENCE_ENDS = (".", "!", "?", "…", ";", "。", "！", "？", "；")
-UNKNOWN_SHARE = 0.5
-"""A line is odd if more than this share of its pieces is unknown."""
 
 Lines = Callable[[bool, int], "Sequence[str] | None"]
 """(wait, most) -> the next lines, at most so many; None when there will be no more. Without `wait` it gives what is
@@ -172,7 +171,8 @@ class Translator:
         else:
             ids = source.encode(line) if line.strip() else []
         unknown = sum(i == source.unk_id for i in ids)
-        if unknown > UNKNOWN_SHARE * len(ids):
+        known = sum(i != source.unk_id and source.vocab[i] != SPACE for i in ids)
+        if unknown > known:
             notes.append(f"{unknown} of its {len(ids)} pieces are not in the vocabulary")
         parts = [ids] if ids else []
         if len(ids) > self.room:
@@ -198,7 +198,7 @@ def split(ids: Sequence[int], most: int, vocab: Sequence[str]) -> list[list[int]
     while len(ids) - at > most:
         places = range(at + most, at + most // 2, -1)
         ends = (i for i in places if vocab[ids[i - 1]].endswith(SENTENCE_ENDS))
-        words = (i for i in places if vocab[ids[i]].startswith("\u2581"))
+        words = (i for i in places if vocab[ids[i]].startswith(SPACE))
         cut = next(ends, None) or next(words, None) or at + most
         parts.append(list(ids[at:cut]))
         at = cut
