@@ -304,6 +304,7 @@ def describe(shards: Shards, config: ExamplesConfig, seed: int, rows: int = 2048
         "share_random": round((picked - masked - kept) / max(1, picked), 4),
         "share_kept": round(kept / max(1, picked), 4),
         "predictions_counted": picked,
+        "documents_of_one_sentence": round(float((np.diff(shards.document_offsets) == 1).mean()), 4),
         "share_random_next": round(float(plan.pairs.label[labelled].mean()), 4) if labelled.any() else None,
         "length_histogram": {f"{a + 1}-{b}": int(n) for a, b, n in zip(edges, edges[1:], histogram, strict=False)},
     }

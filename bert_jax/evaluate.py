@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from bert_jax import examples
 from bert_jax.config import PretrainConfig
 from bert_jax.data import EvaluationData
 from bert_jax.loading import Loaded, load
@@ -53,7 +54,9 @@ def baselines(evaluation: EvaluationData, token_counts_V: np.ndarray, batch_size
     return Baselines(loss / max(count, 1.0), hits / max(count, 1.0), float(labels.max() / max(labels.sum(), 1.0)))
 
 
-def evaluate(checkpoint_name: str, recipe: str | None = None, prepared: str | None = None) -> dict[str, Any]:
+def evaluate(
+    checkpoint_name: str, recipe: str | None = None, prepared: str | None = None, max_seq_length: int = 0
+) -> dict[str, Any]:
     """MLM and NSP loss and accuracy of a checkpoint, with counts and baselines.
 
     The pairs and masks are fixed, so two checkpoints are scored on the same targets. All devices share the rows,
@@ -65,18 +68,20 @@ def evaluate(checkpoint_name: str, recipe: str | None = None, prepared: str | No
         held-out part of the run's own prepared data.
       prepared: where prepared data lies, for a checkpoint that names none or whose data was moved. Its training part
         gives the baselines; without any, they are fitted on the evaluated text itself, which makes them stronger.
+      max_seq_length: of a row; 0 is the run's own, and 128 for a model that comes without a run. Only figures of one
+        length can be compared: pairs and masks are drawn for it.
 
     Returns:
-      checkpoint, step (None for a Hugging Face folder), loss, mlm_loss, mlm_accuracy, the same for nsp where the model
-      has that head, standard errors of the accuracies (NAME_standard_error), counts n/..., `text` (what was evaluated),
-      `baselines`, and `baselines_fitted_on`.
+      checkpoint, step (None for a Hugging Face folder), max_seq_length, loss, mlm_loss, mlm_accuracy, the same for nsp
+      where the model has that head, standard errors of the accuracies (NAME_standard_error), counts n/..., `text` (what
+      was evaluated), `baselines`, and `baselines_fitted_on`.
 
     Raises:
       UserError: no checkpoint, no prepared data and no recipe, another vocabulary, nothing held out, or a model without
         a masked-LM head.
     """
     found = load(checkpoint_name)
-    config = _settings(found, prepared)
+    config = _settings(found, prepared, max_seq_length)
     if "mlm" in found.drawn:
         raise UserError(f"{checkpoint_name} has no masked-LM head: it was drawn at random, so its figures mean nothing")
     where = config.data.prepared
@@ -86,7 +91,10 @@ def evaluate(checkpoint_name: str, recipe: str | None = None, prepared: str | No
         if (Path(where) / "manifest.json").exists():
             training = open_prepared(config, "train")
             if training.tokenizer.digest != found.tokenizer.digest:
-                raise UserError(f"{where}: made with another vocabulary than {checkpoint_name}")
+                raise UserError(
+                    f"{where}: made with another vocabulary than {checkpoint_name}; prepare the data again as it was "
+                    "for that run, or name another folder with --prepared DIR"
+                )
             documents = open_prepared(config, "heldout")
         elif recipe is None or where:
             missing = f"{where}: no prepared data here" if where else f"{checkpoint_name} names no prepared data"
@@ -115,20 +123,24 @@ def evaluate(checkpoint_name: str, recipe: str | None = None, prepared: str | No
         rate, count = scores[f"{name}_accuracy"], max(scores[f"n/{name}"], 1.0)
         errors[f"{name}_accuracy_standard_error"] = math.sqrt(max(rate * (1 - rate), 0.0) / count)
     text = "held out" if recipe is None else f"all of {recipe}"
-    facts = {"checkpoint": checkpoint_name, "step": found.step, "text": text}
+    facts: dict[str, Any] = {"checkpoint": checkpoint_name, "step": found.step, "text": text}
+    facts["max_seq_length"] = config.examples.max_seq_length
     fitted_on = "the training part" if training is not None else "the evaluated text itself"
     facts["baselines_fitted_on"] = fitted_on
     return facts | scores | errors | {"baselines": dataclasses.asdict(base)}
 
 
-def _settings(found: Loaded, prepared: str | None) -> PretrainConfig:
+def _settings(found: Loaded, prepared: str | None, max_seq_length: int) -> PretrainConfig:
     """The settings of a run; for a model from elsewhere the defaults that suit it, and the heads that it has."""
     if found.meta and "imported_from" not in found.meta:
         config = dataclasses.replace(config_of(found.meta), model=found.config)
     else:
         config = PretrainConfig(model=found.config)
-        length = min(config.examples.max_seq_length, found.config.max_position_embeddings)
-        config = dataclasses.replace(config, examples=dataclasses.replace(config.examples, max_seq_length=length))
+        max_seq_length = max_seq_length or min(config.examples.max_seq_length, found.config.max_position_embeddings)
+    if max_seq_length:
+        changed = dataclasses.replace(config.examples, max_seq_length=max_seq_length)
+        config = dataclasses.replace(config, examples=changed)
+        examples.check(changed, found.config)
     if {"nsp", "pooler"} & set(found.drawn):
         config = dataclasses.replace(config, examples=dataclasses.replace(config.examples, sentence_task="none"))
     if prepared:
@@ -151,7 +163,9 @@ def table(scores: dict[str, Any]) -> str:
     """The figures for people, each with its count and its baseline."""
     base = scores["baselines"]
     rows = [
-        scores["text"] + (f", step {scores['step']}" if scores["step"] is not None else "") + ", fixed masks and pairs",
+        scores["text"]
+        + (f", step {scores['step']}" if scores["step"] is not None else "")
+        + f", rows of {scores['max_seq_length']}, fixed masks and pairs",
         f"{'':22}{'model':>9}  {'baseline':>9}  n",
         f"{'MLM cross-entropy':22}{scores['mlm_loss']:9.4f}  {base['mlm_loss']:9.4f}  {scores['n/mlm']:.0f}"
         f" masked pieces  (baseline: unigram of {scores['baselines_fitted_on']}; nats)",

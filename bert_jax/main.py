@@ -34,6 +34,12 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
     sub.add_argument("--data", metavar="RECIPE.toml", help="evaluate all documents of this recipe instead")
     sub.add_argument("--prepared", metavar="DIR", help="prepared data, where the checkpoint names none or it was moved")
+    sub.add_argument(
+        "--max-seq-length", metavar="N", type=int, default=0, help="of a row (default: the run's own, or 128)"
+    )
+    sub.add_argument(
+        "--max-seq-length", metavar="N", type=int, default=0, help="rows of N (default: the run's own, or 128)"
+    )
     sub.add_argument("--json", action="store_true")
 
     sub = command.add(commands, "fill-mask", _fill_mask, "the best pieces for each [MASK], with probabilities")
@@ -89,7 +95,7 @@ def _pretrain(args: argparse.Namespace, rest: list[str]) -> int:
 def _evaluate(args: argparse.Namespace, rest: list[str]) -> int:
     from bert_jax.evaluate import evaluate, table
 
-    scores = evaluate(args.checkpoint, args.data, args.prepared)
+    scores = evaluate(args.checkpoint, args.data, args.prepared, args.max_seq_length)
     print(json_line(scores) if args.json else table(scores))
     return 0
 

@@ -25,7 +25,7 @@ def prepare(config: PretrainConfig, *, workers: int | None = None) -> dict[str, 
     if not config.data.recipe:
         raise ConfigError("data.recipe is not set; name a recipe file, such as one of data/*.toml")
     examples.check(config.examples)
-    return prepare_recipe(
+    report = prepare_recipe(
         corpora.load_recipe(Path(config.data.recipe)),
         config.tokenizer,
         Path(config.data.prepared),
@@ -38,6 +38,13 @@ def prepare(config: PretrainConfig, *, workers: int | None = None) -> dict[str, 
         describe=lambda shards: data.describe(shards, config.examples, config.train.seed),
         described_with=dataclasses.asdict(config.examples) | {"seed": config.train.seed},
     )
+    alone = report["examples"].get("documents_of_one_sentence", 0.0)
+    if config.examples.sentence_task != "none" and alone > 0.5:
+        command.say(
+            f"warning: {alone:.0%} of the documents are a single sentence, so most second sides are drawn at random; "
+            'where a line holds running text, set sentences = "split" in the recipe'
+        )
+    return report
 
 
 def report_text(report: dict[str, Any]) -> str:

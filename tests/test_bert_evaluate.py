@@ -88,7 +88,7 @@ def test_baselines_are_fitted_on_training_and_scored_on_the_same_targets(saved, 
 
 def test_the_table_gives_each_figure_its_count_and_baseline(scores):
     lines = table(scores).splitlines()
-    assert lines[0] == "held out, step 3, fixed masks and pairs"
+    assert lines[0] == "held out, step 3, rows of 32, fixed masks and pairs"
     assert f"{scores['mlm_loss']:.4f}" in lines[2] and f"{scores['n/mlm']:.0f} masked pieces" in lines[2]
     assert f"standard error {scores['nsp_accuracy_standard_error']:.4f}" in lines[5]
     only_mlm = {k: v for k, v in scores.items() if not k.startswith("nsp")} | {"n/nsp": 0.0}
@@ -157,6 +157,8 @@ def test_a_hugging_face_folder_has_the_figures_of_the_run_it_came_from(saved, tm
         }
         assert {k: found[k] for k in figures} == pytest.approx(figures, rel=1e-6)
         assert found["baselines"] == expected["baselines"]
+    shorter = evaluate(str(tmp_path / "hf"), prepared=str(folder / "prepared"), max_seq_length=16)
+    assert shorter["max_seq_length"] == 16 and shorter["n/nsp"] > expected["n/nsp"]
 
 
 def test_heads_that_a_folder_lacks_are_not_scored(saved, tmp_path):
@@ -177,5 +179,5 @@ def test_without_prepared_data_the_baselines_are_those_of_the_evaluated_text(sav
     recipe = write_text(tmp_path)
     found = evaluate(str(tmp_path / "hf"), recipe=recipe)
     assert found["baselines_fitted_on"] == "the evaluated text itself"
-    assert table(found).splitlines()[0] == f"all of {recipe}, fixed masks and pairs"
+    assert table(found).splitlines()[0] == f"all of {recipe}, rows of 32, fixed masks and pairs"
     assert "unigram of the evaluated text itself" in table(found)

@@ -42,8 +42,10 @@ class DocumentScheme:
     def advice(self) -> str:
         return (
             "Writing without spaces (Thai, Lao, Khmer, Burmese) needs a pre-splitter: put `pre_splitter = "
-            '"characters"` into the recipe.\nOtherwise raise tokenizer.limit_alphabet or tokenizer.vocab_size, use a '
-            "vocabulary that covers the script, or raise data.max_unknown_rate if the loss is meant."
+            '"characters"` into the recipe.\nOtherwise use more text; set tokenizer.min_frequency to 1 for a small '
+            "corpus, so that signs that stand in it only once have an entry; raise\ntokenizer.limit_alphabet or "
+            "tokenizer.vocab_size; use a vocabulary that covers the script; or raise data.max_unknown_rate if the loss "
+            "is meant."
         )
 
     def split_of(self, document: Sequence[str], source: int, own_hash: int) -> str:

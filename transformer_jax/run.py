@@ -96,14 +96,17 @@ def run(
         digest = meta["tokenizer_digest"]
         start = starting_point(config, engine, data, checkpoints, digest, check_resume, start_elsewhere, force)
         first_step = int(jax.device_get(start.state.step))
-        if jax.process_index() == 0:
+        done = first_step >= config.train.steps
+        if jax.process_index() == 0 and not done:  # of a run that is done, the files say what it was
             write_files(run_dir)
         checkpoints.try_to_write()
         with Reporter(run_dir, config.train.steps, config.train.log_every, first_step) as reporter:
             for line in (*warnings, *_unmeasured(config, evaluation, validation), *start.notes, *opening_lines):
                 reporter.line(line)
-            if first_step >= config.train.steps:
+            if done:
                 reporter.line(f"step {first_step} of {config.train.steps} is done: nothing to train")
+            else:
+                reporter.line("compiling the training step ...")
             return train(
                 engine,
                 start.state,
