@@ -37,9 +37,6 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--max-seq-length", metavar="N", type=int, default=0, help="of a row (default: the run's own, or 128)"
     )
-    sub.add_argument(
-        "--max-seq-length", metavar="N", type=int, default=0, help="rows of N (default: the run's own, or 128)"
-    )
     sub.add_argument("--json", action="store_true")
 
     sub = command.add(commands, "fill-mask", _fill_mask, "the best pieces for each [MASK], with probabilities")
