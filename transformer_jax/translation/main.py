@@ -151,7 +151,7 @@ def _translate(args: argparse.Namespace, rest: list[str]) -> int:
 
     from transformer_jax.report import quiet_libraries
     from transformer_jax.translation.decode import DecodeSettings
-    from transformer_jax.translation.stream import Format, translate_stream
+    from transformer_jax.translation.stream import Format, open_translator, translate_stream
     from transformer_jax.translation.translate import TranslateSettings
 
     quiet_libraries()
@@ -165,10 +165,13 @@ def _translate(args: argparse.Namespace, rest: list[str]) -> int:
     form: Format = "json" if args.json else "n-best" if args.n_best > 1 else "scores" if args.scores else "text"
     if args.input and args.output and Path(args.output).exists() and Path(args.input).samefile(args.output):
         raise UserError(f"--output is {args.output}, the same file as --input; name another")
+    if args.input:
+        Path(args.input).open("rb").close()  # what is missing is told before the model is read
+    loaded, translator = open_translator(args.checkpoint, settings)
     with contextlib.ExitStack() as files:
         source = files.enter_context(Path(args.input).open("rb")) if args.input else sys.stdin.buffer
         out = files.enter_context(Path(args.output).open("wb")) if args.output else sys.stdout.buffer
-        done = translate_stream(args.checkpoint, source, out, settings, form, args.attention)
+        done = translate_stream(loaded, translator, source, out, form, args.attention)
     rate = done.lines / max(done.seconds, 1e-9)
     command.say(f"{done.lines:,} lines in {done.seconds:.1f} s, {rate:.1f} lines/s; {done.noted:,} with notes")
     return 0

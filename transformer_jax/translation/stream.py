@@ -115,33 +115,42 @@ def written(translation: Translation, form: Format) -> str:
     return json_line(record) + "\n"
 
 
-def translate_stream(
-    checkpoint: str,
-    source: BinaryIO,
-    out: BinaryIO,
-    settings: TranslateSettings,
-    form: Format = "text",
-    attention: str = "",
-    say: Callable[[str], None] = say,
-) -> Counts:
-    """Translate a stream of lines with all devices; what was out of the ordinary is told line by line.
+def open_translator(checkpoint: str, settings: TranslateSettings) -> tuple[Loaded, Translator]:
+    """The model of a checkpoint, ready to translate with all devices.
 
     Args:
       checkpoint: what `translation.load` takes.
-      out: each translation is written as soon as those before it are, and at once.
-      attention: a page to draw of the first line that is not blank, or "".
+      settings: with `max_source_length` 0 that of training: positions beyond the longest row of training have never
+        been seen, whatever the model has room for.
 
     Raises:
       UserError: a checkpoint or settings that cannot be used.
     """
     loaded = load(checkpoint)
     if not settings.max_source_length:
-        # Positions beyond the longest training row have never been seen, whatever the model has room for.
         trained = int(loaded.meta["config"]["examples"]["max_source_length"])
         most = min(trained, loaded.config.max_position_embeddings)
         settings = dataclasses.replace(settings, max_source_length=most)
     mesh = sharding.make_mesh(MeshConfig())
-    translator = Translator(loaded.config, loaded.params, loaded.vocabularies, settings, mesh)
+    return loaded, Translator(loaded.config, loaded.params, loaded.vocabularies, settings, mesh)
+
+
+def translate_stream(
+    loaded: Loaded,
+    translator: Translator,
+    source: BinaryIO,
+    out: BinaryIO,
+    form: Format = "text",
+    attention: str = "",
+    say: Callable[[str], None] = say,
+) -> Counts:
+    """Translate a stream of lines; what was out of the ordinary is told line by line.
+
+    Args:
+      loaded, translator: from `open_translator`.
+      out: each translation is written as soon as those before it are, and at once.
+      attention: a page to draw of the first line that is not blank, or "".
+    """
     began = told = time.monotonic()
     lines = blank = noted = 0
     for translation in translator.stream(from_stream(source)):
