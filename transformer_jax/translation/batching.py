@@ -256,9 +256,10 @@ class Decoder:
         while self.sizes[-1] >= 2 * SHRINK:
             self.sizes.append(self.sizes[-1] // SHRINK)
         self.programs = programs(config, settings.compiled(), self.mesh)
-        self.params = jax.device_put(sharding.unbox(params), sharding.replicated(self.mesh))
+        params = sharding.unbox(params)
+        self.params = jax.device_put(_for_encoding(params), sharding.replicated(self.mesh))
         with jax.set_mesh(self.mesh):
-            self.weights = self.programs.weights(self.params)
+            self.weights = self.programs.weights(params)
 
     def with_settings(self, settings: DecodeSettings) -> Decoder:
         """The same model and batch with other settings."""
@@ -275,6 +276,13 @@ class Decoder:
             if found is None:
                 return
             yield found
+
+
+def _for_encoding(params: Any) -> Any:
+    """The parameters that `encode` reads; of the decoder's layers what makes the source's keys and values."""
+    layers = {name: layer for name, layer in params["decoder"].items() if "cross_attention" in layer}
+    read = {n: {"cross_attention": {k: x["cross_attention"][k] for k in ("key", "value")}} for n, x in layers.items()}
+    return {"embeddings": params["embeddings"], "encoder": params["encoder"], "decoder": read}
 
 
 class _Search:
