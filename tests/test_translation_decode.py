@@ -358,10 +358,11 @@ def test_pad_with_the_highest_score_is_never_given() -> None:
     assert_same(run(Decoder(SMALL, params, DecodeSettings(max_length=8), 2), sentences([5, 7])), plain)
 
 
-def test_a_sentence_does_not_depend_on_its_neighbours() -> None:
+@pytest.mark.parametrize("longest", [20, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_sentence_does_not_depend_on_its_neighbours(longest: int) -> None:
     """C003: 40 lines of 1 to 60 pieces, alone, in batches of 7 and 40, shuffled, on eight devices, as they come."""
     params = params_of(SMALL)
-    given = sentences(np.random.default_rng(4).integers(1, 61, 40).tolist())
+    given = sentences(np.random.default_rng(4).integers(1, longest + 1, 40).tolist())
     settings = DecodeSettings(beam_size=3, max_extra=6, n_best=2)
     alone = run(Decoder(SMALL, params, settings, 1), given)
     assert len({h.cut for hs in alone.values() for h in hs}) == 2
@@ -378,7 +379,7 @@ def test_a_sample_depends_on_the_seed_and_the_sentence_alone() -> None:
     settings = DecodeSettings(sample=True, n_best=2, top_k=20, temperature=0.8, max_length=10)
     alone = run(Decoder(SMALL, params, settings, 1), given)
     assert_same(run(Decoder(SMALL, params, settings, 5), given[::-1]), alone)
-    other = run(Decoder(SMALL, params, dataclasses.replace(settings, seed=1), 5), given)
+    other = run(Decoder(SMALL, params, dataclasses.replace(settings, seed=1), 1), given)
     assert sum(other[n][0].ids != alone[n][0].ids for n in alone) >= 5
     assert all(hs[0].ids != hs[1].ids for hs in alone.values())
 
