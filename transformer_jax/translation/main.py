@@ -42,21 +42,19 @@ def _parser() -> argparse.ArgumentParser:
     sub = command.add(commands, "translate", _translate, "translate lines: one in, one out, in order")
     _add_translate(sub)
 
-    sub = command.add(
-        commands, "score", _score, "BLEU and chrF2 with signatures, and the compound-split BLEU of papers"
-    )
+    sub = command.add(commands, "score", _score, "BLEU and chrF2 with signatures, and the BLEU of papers")
     sub.add_argument("hypotheses", metavar="HYP", help="translations, one a line")
     sub.add_argument("references", metavar="REF", help="references, one a line")
     sub.add_argument("--language", default="", help="of the target side, as in de; decides the tokenisers")
     sub.add_argument("--tokenize", help="sacreBLEU's tokeniser for BLEU: 13a, intl, zh, char or none")
     sub.add_argument("--json", action="store_true")
 
-    sub = command.add(commands, "average", _average, "the mean of several checkpoints' parameters, as a run of its own")
+    sub = command.add(commands, "average", _average, "the mean of several checkpoints, as a run of its own")
     sub.add_argument("checkpoints", metavar="CHECKPOINT", nargs="+", help=CHECKPOINT)
     sub.add_argument("--last", type=int, default=0, help="the newest so many steps of the one run that is named")
     sub.add_argument("--out", metavar="RUN", required=True, help="the run folder to make")
 
-    sub = command.add(commands, "import", _import, "make a run from a folder in Marian's format, to go on training")
+    sub = command.add(commands, "import", _import, "make a run from a folder in Marian's format")
     sub.add_argument("source", metavar="SOURCE", help="a folder that MarianMTModel loads, with safetensors weights")
     sub.add_argument("run", metavar="RUN", help="the run folder to make")
 
