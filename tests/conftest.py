@@ -4,9 +4,10 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # The tests compile far more than they compute: without the compiler's optimisations they need half the time.
-QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = (
-    f"{QUICK_TO_COMPILE} {os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+    + os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8"
 )
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
