@@ -51,9 +51,7 @@ def resolve(config: PretrainConfig, shards: Shards) -> PretrainConfig:
 
 def open_prepared(config: PretrainConfig, split: str, check: Literal["sizes", "digests"] = "sizes") -> Shards:
     """The prepared shards of a run; where there are none, the message says which command makes them."""
-    if not (Path(config.data.prepared) / "manifest.json").exists():
-        raise UserError(f"{config.data.prepared}: no prepared data here; run `bert-jax prepare RUN.toml` first")
-    return Shards.open(Path(config.data.prepared), split, check=check)
+    return run.open_prepared(config.data.prepared, split, "bert-jax", check)
 
 
 def check_prepared(config: PretrainConfig, shards: Shards, force: bool = False) -> list[str]:
@@ -70,12 +68,7 @@ def check_prepared(config: PretrainConfig, shards: Shards, force: bool = False) 
         with contextlib.suppress(UserError):  # recipe and text need not be where training is
             recipe = corpora.load_recipe(config.data.recipe)
     lines = asked_otherwise(shards.manifest, config.tokenizer, recipe)
-    if lines and not force:
-        raise ConfigError(
-            f"{config.data.prepared}: not prepared as this run says:\n  " + "\n  ".join(lines)
-            + "\nrun `bert-jax prepare` again, use the old values, or --force to train on what is there"
-        )  # fmt: skip
-    return lines
+    return run.refuse_otherwise(config.data.prepared, lines, "bert-jax", force)
 
 
 def make_engine(config: PretrainConfig, mesh: Mesh) -> Engine:

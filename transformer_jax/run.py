@@ -10,7 +10,7 @@ import contextlib
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from transformer_jax import checkpoint, lock, optim, sharding
 from transformer_jax import config as core
 from transformer_jax.checkpoint import Checkpoints, NoCheckpointError
-from transformer_jax.config import ConfigError
+from transformer_jax.config import ConfigError, UserError
 from transformer_jax.report import Reporter
+from transformer_jax.shards import Shards
 from transformer_jax.signals import StopSignal
 from transformer_jax.train import Data, Engine, Evaluation, RunResult, TrainState, Validation, train
 
@@ -194,6 +195,27 @@ def starting_point(
     notes += [f"warning: changed since the checkpoint: {line}" for line in changes]
     notes.append(f"going on from step {restored.step}, {rows:,} rows seen")
     return Start(TrainState(**restored.state), rows, True, notes)
+
+
+def open_prepared(prepared: str, split: str, program: str, check: Literal["sizes", "digests"] = "sizes") -> Shards:
+    """The prepared shards of a run; where there are none, the message says which command makes them."""
+    if not (Path(prepared) / "manifest.json").exists():
+        raise UserError(f"{prepared}: no prepared data here; run `{program} prepare RUN.toml` first")
+    return Shards.open(Path(prepared), split, check=check)
+
+
+def refuse_otherwise(prepared: str, lines: list[str], program: str, force: bool) -> list[str]:
+    """The lines that say in what prepared data is not as the run file says, if they are forced.
+
+    Raises:
+      ConfigError: there are some, and they are not forced: the run would silently be another than its file says.
+    """
+    if lines and not force:
+        raise ConfigError(
+            f"{prepared}: not prepared as this run says:\n  " + "\n  ".join(lines)
+            + f"\nrun `{program} prepare` again, use the old values, or --force to train on what is there"
+        )  # fmt: skip
+    return lines
 
 
 def untrained(meta: Mapping[str, Any]) -> str | None:

@@ -71,9 +71,7 @@ def resolve(config: TranslationConfig, vocabularies: Vocabularies) -> Translatio
 
 def open_prepared(config: TranslationConfig, split: str, check: Literal["sizes", "digests"] = "sizes") -> Shards:
     """The prepared shards of a run; where there are none, the message says which command makes them."""
-    if not (Path(config.data.prepared) / "manifest.json").exists():
-        raise UserError(f"{config.data.prepared}: no prepared data here; run `transformer-jax prepare RUN.toml` first")
-    return Shards.open(Path(config.data.prepared), split, check=check)
+    return run.open_prepared(config.data.prepared, split, "transformer-jax", check)
 
 
 def check_prepared(config: TranslationConfig, shards: Shards, force: bool = False) -> list[str]:
@@ -90,12 +88,7 @@ def check_prepared(config: TranslationConfig, shards: Shards, force: bool = Fals
         with contextlib.suppress(UserError):  # recipe and text need not be where training is
             recipe = pairs.load_recipe(config.data.recipe)
     lines = asked_otherwise(shards.manifest, config, recipe)
-    if lines and not force:
-        raise ConfigError(
-            f"{config.data.prepared}: not prepared as this run says:\n  " + "\n  ".join(lines)
-            + "\nrun `transformer-jax prepare` again, use the old values, or --force to train on what is there"
-        )  # fmt: skip
-    return lines
+    return run.refuse_otherwise(config.data.prepared, lines, "transformer-jax", force)
 
 
 def make_engine(config: TranslationConfig, mesh: Mesh) -> Engine:
