@@ -107,3 +107,11 @@ def test_the_sum_without_smoothing_has_the_gradient_of_the_cross_entropy() -> No
     found = jax.grad(lambda x: losses.smoothed_cross_entropy(x, LABELS_BP, WEIGHTS_BP, 0.1, 11)[1])(LOGITS_BPV)
     expected = jax.grad(lambda x: losses.weighted_cross_entropy(x, LABELS_BP, WEIGHTS_BP)[0])(LOGITS_BPV)
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_the_form_for_accelerators_takes_the_same_logit_of_each_label() -> None:
+    logits_BV = jax.random.normal(jax.random.key(0), (9, 37))
+    labels_B = jnp.arange(9, dtype=jnp.int32) * 4
+    picked_B = np.asarray(logits_BV)[np.arange(9), np.asarray(labels_B)]
+    np.testing.assert_array_equal(losses._compared(logits_BV, labels_B), picked_B)
+    np.testing.assert_array_equal(jax.jit(losses._label_logit)(logits_BV, labels_B), picked_B)

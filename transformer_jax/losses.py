@@ -58,21 +58,31 @@ def weighted_accuracy(logits_XV: jax.Array, labels_X: jax.Array, weights_X: jax.
     Of equally large logits the first one is taken, as `argmax` does.
     """
     weights_X = weights_X.astype(_wide(logits_XV).dtype)
-    before_X, label_logit_X, after_X = _around_label(_wide(logits_XV), labels_X)
-    return jnp.where((label_logit_X > before_X) & (label_logit_X >= after_X), weights_X, 0).sum(), weights_X.sum()
-
-
-def _around_label(logits_XV: jax.Array, labels_X: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The largest logit before the label, the label's, and the largest after it, each [...].
-
-    Loss and accuracy both need them, and compilers make them in one pass; `argmax` would be a slow one of its own. A
-    comparison in place of a gather: it fuses, and a vocabulary split over devices stays split.
-    """
+    logits_XV = _wide(logits_XV)
+    label_logit_X = _label_logit(logits_XV, labels_X)
     index_XV = jax.lax.broadcasted_iota(labels_X.dtype, logits_XV.shape, logits_XV.ndim - 1)
-    label_X1 = labels_X[..., None]
-    before_X = jnp.where(index_XV < label_X1, logits_XV, -jnp.inf).max(-1)
-    after_X = jnp.where(index_XV > label_X1, logits_XV, -jnp.inf).max(-1)
-    return before_X, jnp.where(index_XV == label_X1, logits_XV, 0).sum(-1), after_X
+    before_X = jnp.where(index_XV < labels_X[..., None], logits_XV, -jnp.inf).max(-1)
+    # `argmax` would be a slow pass of its own; the cross-entropy needs the maximum too.
+    is_top_X = (label_logit_X > before_X) & (label_logit_X >= logits_XV.max(-1))
+    return jnp.where(is_top_X, weights_X, 0).sum(), weights_X.sum()
+
+
+def _label_logit(logits_XV: jax.Array, labels_X: jax.Array) -> jax.Array:
+    """The logit of each label, [...].
+
+    By comparison in place of a gather, which fuses, and leaves a vocabulary split that is split over devices; on CPU,
+    where a pass over all logits is dear, by a gather.
+    """
+
+    def gathered(logits_XV: jax.Array, labels_X: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(logits_XV, labels_X[..., None], axis=-1, mode="clip")[..., 0]
+
+    return jax.lax.platform_dependent(logits_XV, labels_X, cpu=gathered, default=_compared)
+
+
+def _compared(logits_XV: jax.Array, labels_X: jax.Array) -> jax.Array:
+    index_XV = jax.lax.broadcasted_iota(labels_X.dtype, logits_XV.shape, logits_XV.ndim - 1)
+    return jnp.where(index_XV == labels_X[..., None], logits_XV, 0).sum(-1)
 
 
 @jax.custom_vjp
@@ -84,8 +94,7 @@ def _cross_entropy(logits_XV: jax.Array, labels_X: jax.Array) -> jax.Array:
 def _cross_entropy_forward(
     logits_XV: jax.Array, labels_X: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    before_X, label_logit_X, after_X = _around_label(logits_XV, labels_X)
-    top_X = jnp.maximum(jnp.maximum(before_X, after_X), label_logit_X)
+    label_logit_X, top_X = _label_logit(logits_XV, labels_X), logits_XV.max(-1)
     log_normaliser_X = jnp.log(jnp.exp(logits_XV - top_X[..., None]).sum(-1)) + top_X
     return log_normaliser_X - label_logit_X, (logits_XV, labels_X, log_normaliser_X)
 
