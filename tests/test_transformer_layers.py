@@ -179,14 +179,6 @@ def test_float64_without_64_bit_jax_is_refused_and_says_what_to_set() -> None:
         assert layers.compute_dtype(with_dtype("float64")) == np.float64
 
 
-def test_a_cache_is_written_at_one_position_of_all_rows_or_at_each_row_s_own() -> None:
-    cache, x = jnp.zeros((2, 3, 4, 2, 5)), jnp.ones((2, 3, 2, 5))
-    one = layers.write_slot(cache, x, jnp.asarray(3, jnp.int32))
-    assert np.asarray(one)[:, :, 3].all() and not np.asarray(one)[:, :, :3].any()
-    own = np.asarray(layers.write_slot(cache, x, jnp.asarray([0, 2], jnp.int32)))
-    assert own[0, :, 0].all() and own[1, :, 2].all() and own.sum() == x.sum()
-
-
 def test_unused_rows_of_an_embedding_can_be_zero_vectors_and_ids_past_the_table_are_nan() -> None:
     module = layers.Embedding(8, "vocab", CONFIG, used=5, zero_unused=True)
     table = {"params": {"embedding": jnp.ones((8, 8))}}

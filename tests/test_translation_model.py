@@ -16,7 +16,7 @@ from tiny_translation import CONFIG, PAD, QUICK, VOCAB, padded, pairs, rows
 from transformer_jax import dropout
 from transformer_jax.config import ConfigError
 from transformer_jax.embeddings import sinusoids
-from transformer_jax.translation import model
+from transformer_jax.translation import model, step
 from transformer_jax.translation.config import TransformerConfig
 from transformer_jax.translation.presets import PRESETS, TABLE_3
 from transformer_jax.translation.task import INPUTS
@@ -217,44 +217,35 @@ def test_pad_and_padding_rows_are_never_predicted_get_no_gradient_and_start_the_
     assert not gradient[PAD:].any() and gradient[:PAD].any()
 
 
-@pytest.mark.parametrize("norm", ["post", "pre"])
-@pytest.mark.parametrize("by_row", [False, True], ids=["one position", "a position a row"])
-def test_a_decoding_step_gives_what_the_whole_pass_gives_at_each_position(norm: Any, by_row: bool) -> None:
-    """Two sentences of different lengths, two beams each, up to the last slot of the cache."""
-    config = dataclasses.replace(CONFIG, norm=norm)
-    module, params = model.Transformer(config), {"params": initial(config)}
+@pytest.mark.parametrize("changes", [{}, {"norm": "pre"}, {"embeddings": "untied"}], ids=["post", "pre", "untied"])
+def test_a_decoding_step_gives_what_the_whole_pass_gives_at_each_position(changes: Any) -> None:
+    """C007: two sentences of different lengths, two beams each, up to the last slot of the cache."""
+    config = dataclasses.replace(CONFIG, **changes)
     slots, source = 7, padded([(8, 6), (5, 6)])
     beams = [padded([(8, 6), (5, 6)], seed)["decoder_input_ids"] for seed in (1, 2)]
     expected = np.stack([run({**source, "decoder_input_ids": ids}, config=config) for ids in beams], axis=1)
 
     _, crossed = encoded(config, source)
     assert crossed["layer_1"].key.shape == (2, 8, 4, 8), "shared by the beams"
-    step = jax.jit(functools.partial(module.apply, method="decode_step"), compiler_options=QUICK)
-    cache: Any = model.empty_cache(config, 2, 2, slots)
-    cache = jax.tree.map(lambda x: x + 50.0, cache)  # What a slot holds before it is written has no influence.
+    weights = step.decoder_weights(config, initial(config))
+    decode_step = jax.jit(functools.partial(step.decode_step, config), compiler_options=QUICK)
+    # What a slot holds before it is written has no influence.
+    cache: Any = jax.tree.map(lambda x: x + 50.0, step.empty_cache(config, 2, 2, slots))
     tokens_BKT = np.stack(beams, axis=1)
-    assert tokens_BKT.shape == (2, 2, slots)
+    lineage_BKT = np.full((2, 2, slots), -1, np.int32)
     for t in range(slots):
-        position = jnp.full((2,) if by_row else (), t, jnp.int32)
-        logits, cache = step(params, tokens_BKT[:, :, t], position, cache, crossed, source["sequence_ids"])
-        np.testing.assert_allclose(logits[..., :PAD], expected[:, :, t, :PAD], rtol=1e-5, atol=1e-5)
-
-
-def test_sentences_may_be_at_different_positions() -> None:
-    module, params = model.Transformer(CONFIG), {"params": initial(CONFIG)}
-    source = padded([(5, 3), (5, 3)])
-    expected = run(source)
-    _, crossed = encoded(CONFIG, source)
-    cache: Any = model.empty_cache(CONFIG, 2, 1, 4)
-    ids = source["decoder_input_ids"]
-    step = jax.jit(functools.partial(module.apply, method="decode_step"), compiler_options=QUICK)
-    # The second sentence waits for one step (its slot 0 is written twice, with the same).
-    for first, second in ((0, 0), (1, 0), (2, 1)):
-        tokens = jnp.asarray([[ids[0, first]], [ids[1, second]]])
-        position = jnp.asarray([first, second], jnp.int32)
-        logits, cache = step(params, tokens, position, cache, crossed, source["sequence_ids"])
-        np.testing.assert_allclose(logits[0, 0, :PAD], expected[0, first, :PAD], rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(logits[1, 0, :PAD], expected[1, second, :PAD], rtol=1e-5, atol=1e-5)
+        lineage_BKT[:, :, t] = [0, 1]  # each beam goes on from itself
+        logits_VX, cache = decode_step(
+            weights,
+            tokens_BKT[:, :, t],
+            jnp.full((2,), t, jnp.int32),
+            jnp.asarray(t, jnp.int32),
+            cache,
+            jnp.asarray(lineage_BKT),
+            step.source_of(crossed, source["sequence_ids"]),
+        )
+        logits_BKV = np.asarray(logits_VX).T.reshape(2, 2, -1)
+        np.testing.assert_allclose(logits_BKV[..., :PAD], expected[:, :, t, :PAD], rtol=1e-5, atol=1e-5)
 
 
 def test_every_dropout_site_of_a_pass_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -339,7 +339,7 @@ def attention(
 
 
 class KeysValues(NamedTuple):
-    """What queries attend to: [B, M, N, D] each, or [B, K, T, N, D] for the beams of a decoder."""
+    """What queries attend to, [B, M, N, D] each."""
 
     key: jax.Array
     value: jax.Array
@@ -409,41 +409,8 @@ class Attention(nn.Module):
         self.sow("intermediates", "attention_weights", weights_BNLM)
         return self.output(checkpoint_name(context_BLND.reshape(x_BLH.shape), "context"))
 
-    def step(self, x_BKH: jax.Array, cache: KeysValues, position: jax.Array) -> tuple[jax.Array, KeysValues]:
-        """Self-attention of one position of each beam to itself and the positions before it, which the cache holds.
-
-        Args:
-          cache: [B, K, T, N, D]; what lies past `position` has no influence.
-          position: int32, of all rows [] or of each [B]; 0 to T - 1.
-
-        Returns:
-          y_BKH, and the cache with this position written.
-        """
-        rows, beams, slots = cache.key.shape[:3]
-        new = KeysValues(self._heads(self.key(x_BKH)), self._heads(self.value(x_BKH)))
-        cache = jax.tree.map(lambda c_BKTND, x_BKND: write_slot(c_BKTND, x_BKND, position), cache, new)
-        seen_BT = jnp.broadcast_to(
-            jnp.arange(slots, dtype=jnp.int32)[None, :] <= jnp.reshape(position, (-1, 1)), (rows, slots)
-        )
-        # Each beam has keys of its own, so for this attention it is a row of its own.
-        one_X1 = jnp.ones((rows * beams, 1), jnp.int32)
-        seen_XT = jnp.repeat(seen_BT.astype(jnp.int32), beams, axis=0)
-        query_X1ND = self._heads(self.query(x_BKH)).reshape(rows * beams, 1, *cache.key.shape[3:])
-        key_XTND, value_XTND = (c.reshape(rows * beams, *c.shape[2:]) for c in cache)
-        context_X1ND, _ = attention(query_X1ND, key_XTND, value_XTND, one_X1, seen_XT)
-        return self.output(context_X1ND.reshape(x_BKH.shape)), cache
-
     def _heads(self, x_BLH: jax.Array) -> jax.Array:
         return x_BLH.reshape(*x_BLH.shape[:-1], self.config.num_attention_heads, self.config.head_dim)
-
-
-def write_slot(cache_BKTND: jax.Array, x_BKND: jax.Array, position: jax.Array) -> jax.Array:
-    """The cache with x at `position` of axis T: one int32 for all rows [], or one for each [B]."""
-    x_BK1ND = x_BKND[:, :, None]
-    if position.ndim == 0:
-        return jax.lax.dynamic_update_slice_in_dim(cache_BKTND, x_BK1ND, position, axis=2)
-    write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
-    return jax.vmap(write)(cache_BKTND, x_BK1ND, position)
 
 
 class FeedForward(nn.Module):

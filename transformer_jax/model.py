@@ -103,32 +103,6 @@ class DecoderLayer(nn.Module):
         """What attention to the encoder's output needs of it, [B, S, N, D] each."""
         return self.cross_attention.keys_values(memory_BSH)
 
-    def step(
-        self,
-        x_BKH: jax.Array,
-        cache: KeysValues,
-        position: jax.Array,
-        memory: KeysValues,
-        memory_ids_BS: jax.Array,
-    ) -> tuple[jax.Array, KeysValues]:
-        """One position of each beam; see `Decoder.step`."""
-        c = self.config
-        written = cache
-        # The beams of a sentence are the queries of one attention to its source.
-        beam_ids_BK = jnp.ones(x_BKH.shape[:2], jnp.int32)
-
-        def attend(x_BKH: jax.Array) -> jax.Array:
-            nonlocal written
-            y_BKH, written = self.attention.step(x_BKH, cache, position)
-            return y_BKH
-
-        def attend_memory(x_BKH: jax.Array) -> jax.Array:
-            return self.cross_attention.attend(x_BKH, memory, beam_ids_BK, memory_ids_BS)
-
-        x_BKH = residual(c, attend, self.attention_norm, x_BKH, None, 0)
-        x_BKH = residual(c, attend_memory, self.cross_attention_norm, x_BKH, None, 0)
-        return residual(c, self.feed_forward, self.feed_forward_norm, x_BKH, None, 0), written
-
 
 def residual(
     config: EncoderConfig,
@@ -222,33 +196,6 @@ class Decoder(nn.Module):
         """For each layer the keys and values of the encoder's output, [B, S, N, D]: computed once for a sentence."""
         memory_BSH = memory_BSH.astype(compute_dtype(self.config))
         return {f"layer_{i}": layer.memory_keys_values(memory_BSH) for i, layer in enumerate(self.layer)}
-
-    def step(
-        self,
-        x_BKH: jax.Array,
-        cache: dict[str, KeysValues],
-        position: jax.Array,
-        memory: dict[str, KeysValues],
-        memory_ids_BS: jax.Array,
-    ) -> tuple[jax.Array, dict[str, KeysValues]]:
-        """One position of each of K beams that share a source: what `__call__` gives at that position.
-
-        Args:
-          x_BKH: embeddings of the tokens at `position`.
-          cache: for each layer [B, K, T, N, D]: keys and values of the positions before.
-          position: int32, of all rows [] or of each [B]; 0 to T - 1.
-          memory: from `memory_keys_values`.
-          memory_ids_BS: int32, 1 where the source is, 0 for padding.
-
-        Returns:
-          y_BKH, and the cache with this position written.
-        """
-        x_BKH = x_BKH.astype(compute_dtype(self.config))
-        written = {}
-        for i, layer in enumerate(self.layer):
-            name = f"layer_{i}"
-            x_BKH, written[name] = layer.step(x_BKH, cache[name], position, memory[name], memory_ids_BS)
-        return (self.final_norm(x_BKH) if self.config.pre_norm else x_BKH), written
 
 
 def _layers(layer_class: Any, config: EncoderConfig, count: int) -> list[Any]:

@@ -95,8 +95,8 @@ class Embeddings(nn.Module):
 class Transformer(nn.Module):
     """Encoder and decoder with their embeddings.
 
-    Training runs `__call__`. To decode, run `encode`, then `memory_keys_values` once for each sentence, then
-    `decode_step` position by position; each is called through `apply(..., method=...)`.
+    Training runs `__call__`. Decoding runs `encode` and `memory_keys_values` once for each sentence, through
+    `apply(..., method=...)`, and then `step.decode_step` position by position.
     """
 
     config: TransformerConfig
@@ -173,49 +173,6 @@ class Transformer(nn.Module):
     def memory_keys_values(self, memory_BSH: jax.Array) -> dict[str, KeysValues]:
         """For each decoder layer the keys and values [B, S, N, D] of the encoder's output."""
         return self.decoder.memory_keys_values(memory_BSH)
-
-    def decode_step(
-        self,
-        token_ids: jax.Array,
-        position: jax.Array,
-        cache: dict[str, KeysValues],
-        memory: dict[str, KeysValues],
-        memory_sequence_ids: jax.Array,
-    ) -> tuple[jax.Array, dict[str, KeysValues]]:
-        """Scores of the piece after `token_ids`, for K beams of each of B sentences.
-
-        Args:
-          token_ids: int32 [B, K], the pieces at `position`; at position 0 that is `<pad>`, the decoder's start.
-          position: int32, one for all sentences [] or one for each [B]; below the cache's T.
-          cache: from `empty_cache`, or from the step before (its beams put in order by the caller, along axis 1).
-          memory: from `memory_keys_values`; shared by the beams of a sentence.
-          memory_sequence_ids: int32 [B, S], 1 where the sentence has pieces, 0 for padding.
-
-        Returns:
-          float32 [B, K, Vpadded] as from `__call__`, and the cache with this position written.
-        """
-        position = jnp.asarray(position, jnp.int32)
-        slots = next(iter(cache.values())).key.shape[2]
-        positions_BK = jnp.broadcast_to(jnp.reshape(position, (-1, 1)), token_ids.shape)
-        x_BKH = self.embeddings.embed_target(token_ids, positions_BK, None, slots)
-        x_BKH, cache = self.decoder.step(x_BKH, cache, position, memory, memory_sequence_ids)
-        return self.embeddings.scores(x_BKH), cache
-
-
-def empty_cache(config: TransformerConfig, rows: int, beams: int, slots: int) -> dict[str, KeysValues]:
-    """The cache of `decode_step` before the first step: for each layer keys and values [rows, beams, slots, N, D].
-
-    Raises:
-      ConfigError: more slots than the model has positions.
-    """
-    if slots > config.max_position_embeddings:
-        raise ConfigError(
-            f"{slots} positions are to be decoded, but the model has {config.max_position_embeddings} "
-            "(max_position_embeddings)"
-        )
-    shape = (rows, beams, slots, config.num_attention_heads, config.head_dim)
-    zeros = jnp.zeros(shape, compute_dtype(config))
-    return {f"layer_{i}": KeysValues(zeros, zeros) for i in range(config.num_decoder_layers)}
 
 
 def check_shapes(config: TransformerConfig, **arrays: Any) -> None:
