@@ -385,7 +385,7 @@ def test_a_sample_depends_on_the_seed_and_the_sentence_alone() -> None:
 
 
 def test_bfloat16_is_as_good_as_alone_within_its_rounding() -> None:
-    """C003: with bfloat16 scores of the same sentence differ by less than 0.03 a piece between batches (0.01 seen)."""
+    """C003: with bfloat16 scores of the same sentence differ by less than 0.03 a piece between batches."""
     config = dataclasses.replace(SMALL, dtype="bfloat16")
     params = params_of(config)
     given = sentences(np.random.default_rng(6).integers(2, 30, 12).tolist())
