@@ -39,15 +39,29 @@ def arguments(text: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def training_arguments(text: str | None) -> argparse.ArgumentParser:
+    """The options that all programs that train have."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="file of pairs; without it they are made here")
+    parser.add_argument("--size", choices=SIZES, default="base")
+    parser.add_argument("--pairs", type=int, default=512, help="so many pairs are trained on, once, and timed")
+    parser.add_argument("--tokens", type=int, default=2048, help="slots of a batch, on each side")
+    parser.add_argument("--warm", type=int, default=2, help="the first batch is run so often before, not timed")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--threads", type=int, default=0, help="of the process; 0 leaves them as they are")
+    return parser
+
+
 def batches(options: argparse.Namespace) -> list[Batch]:
     """Sentences sorted by length and cut into batches, which come in a fixed random order."""
-    found = sorted(_pairs(options.data, options.sentences), key=lambda pair: len(pair[0]))
+    found = sorted(read(options.data, options.sentences), key=lambda pair: len(pair[0]))
     groups = [found[i : i + options.batch] for i in range(0, len(found), options.batch)]
     order = np.random.default_rng(3).permutation(len(groups))
     return [([[*map(int, s), END] for s, _ in groups[i]], max(len(t) for _, t in groups[i])) for i in order]
 
 
-def _pairs(file: Path | None, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def read(file: Path | None, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The first `count` pairs of the file, or made ones; ids without marks."""
     if file is None:
         rng = np.random.default_rng(77)
         sources = np.exp(rng.normal(np.log(23.0), 0.62, count)).round().clip(2, 128).astype(int)
