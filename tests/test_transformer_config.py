@@ -47,7 +47,7 @@ def test_a_file_states_differences_only():
         ({"parts": [{}]}, r"missing required field `name`"),
         (
             {"optimizer": {"name": "adma"}},
-            r"Invalid enum value 'adma' - at `optimizer\.name`; did you mean `adamw`\?",
+            r"Invalid enum value 'adma' - at `optimizer\.name`; did you mean `adam`\?",
         ),
         (
             {"parts": [{"name": "a", "kind": "zzz"}]},
