@@ -206,3 +206,10 @@ def test_mistakes_with_a_run_at_hand(work, call, tmp_path):
     ):
         code, _, err = call(*arguments)
         assert code == 2 and message in err, (arguments, err)
+
+
+def test_no_line_is_translated_to_nothing_unless_that_is_asked_for() -> None:
+    """With a search that is not cut short, the empty translation can be the likeliest of a long line."""
+    parse = program._parser().parse_args
+    assert parse(["translate", "run"]).min_length == 1
+    assert parse(["translate", "run", "--min-length", "0"]).min_length == 0

@@ -82,7 +82,7 @@ def _add_translate(sub: argparse.ArgumentParser) -> None:
         ("--beam", "beam_size", int, 4, "beam size; 1 is greedy search"),
         ("--alpha", "alpha", float, 0.6, "strength of the length penalty"),
         ("--n-best", "n_best", int, 1, "translations of each line, as `line ||| text ||| score`"),
-        ("--min-length", "min_length", int, 0, "pieces before a translation may end"),
+        ("--min-length", "min_length", int, 1, "pieces before a translation may end"),
         ("--max-length", "max_length", int, 0, "the most pieces of a translation"),
         ("--max-extra", "max_extra", int, 50, "pieces a translation may have beyond its source's"),
         ("--temperature", "temperature", float, 1.0, "of sampling"),

@@ -296,7 +296,8 @@ def validation_translate(
 
         params = multihost_utils.process_allgather(params, tiled=True)
     settings = TranslateSettings(
-        DecodeSettings(beam_size=config.validation.beam_size), max_source_length=config.examples.max_source_length
+        DecodeSettings(beam_size=config.validation.beam_size, min_length=1),
+        max_source_length=config.examples.max_source_length,
     )
     mesh = sharding.make_mesh(MeshConfig(), devices)
     found = []
