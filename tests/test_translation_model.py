@@ -303,8 +303,6 @@ def test_rows_longer_than_the_model_are_refused_before_compiling() -> None:
     batch = padded([(5, 3)], source=33)
     with pytest.raises(ConfigError, match=r"rows of input_ids are 33 pieces long, but the model has 32 positions"):
         jax.eval_shape(lambda p: model.Transformer(CONFIG).apply(p, *(batch[k] for k in INPUTS)), {"params": {}})
-    with pytest.raises(ConfigError, match="33 positions are to be decoded, but the model has 32"):
-        model.empty_cache(CONFIG, 1, 1, 33)
 
 
 @pytest.mark.parametrize(
