@@ -37,7 +37,7 @@ translate-demo: .venv/ct2
 
 translate-demo-short: .venv/ct2
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" sh launch/translate_demo.sh launch/runs/demo_en_de.toml runs/demo_translate_short \
-		--train.steps 30 --optimizer.warmup_steps 5 --train.eval_every 0 --validation.lines 0
+		--train.steps 30 --optimizer.warmup_steps 5 --train.eval_every 30 --checkpoint.every 6
 
 test: .venv-dev/complete
 	@.venv-dev/bin/python -m pytest $(PYTEST_PROCESSES) $(PYTEST_ARGS)
