@@ -114,6 +114,9 @@ def _table_scores_backward(operands: tuple[jax.Array, jax.Array], g_BPV: jax.Arr
     x_BPH, table_VH = operands
     g_BPV = g_BPV.astype(x_BPH.dtype)
     x_gradient_BPH = jnp.einsum("BPV,VH->BPH", g_BPV, table_VH.astype(x_BPH.dtype))
+    if x_BPH.dtype != table_VH.dtype:
+        # XLA on CPU has no half-precision product with a float32 result in the form below.
+        return x_gradient_BPH, jnp.einsum("BPV,BPH->VH", g_BPV, x_BPH, preferred_element_type=table_VH.dtype)
     # Written with the narrow operand first, as in `dense_product`: XLA on CPU copies that one into transposed order.
     summed = (tuple(range(g_BPV.ndim - 1)),) * 2
     gradient_HV = jax.lax.dot_general(x_BPH, g_BPV, (summed, ((), ())), preferred_element_type=table_VH.dtype)
