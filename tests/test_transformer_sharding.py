@@ -151,9 +151,12 @@ def test_the_state_is_born_sharded():
 
 
 def test_initial_parameters_do_not_depend_on_the_mesh():
+    """They are drawn from uniform numbers in (-1, 1), whose rounding near 0 (2^-24) follows how the compiler fused the
+    arithmetic; it comes out scaled by the initial deviation."""
     one = engine("data_parallel", mesh("data_parallel", 1)).init()
     many = engine("fsdp_tensor", mesh(data=2, fsdp=2, tensor=2)).init()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), one.params, many.params)
+    rounding = 2**-23 * BertConfig().initializer_range
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=rounding), one.params, many.params)
 
 
 def test_a_batch_that_does_not_divide_names_both_numbers_and_the_nearest():
