@@ -1,0 +1,1 @@
+"""Fine-tuning: task files, examples, features, training, scores and predictions."""
