@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import logging
 import shutil
 import typing
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from safetensors.numpy import save_file
@@ -27,7 +25,7 @@ from bert_jax.interop.model_card import model_card
 from bert_jax.model import BertForPreTraining
 from bert_jax.presets import nearest_preset
 from transformer_jax import config as core
-from transformer_jax.checkpoint import Checkpoints, read_params
+from transformer_jax import imported_run
 from transformer_jax.config import UserError
 from transformer_jax.new_folder import check_target, new_folder
 from transformer_jax.safetensors_folder import read_json, read_tensors, write_json
@@ -276,8 +274,7 @@ def import_folder(source: str | Path, run_dir: str | Path, *, seed: int | None =
         Nothing is then left at `run_dir`.
     """
     run_dir = Path(run_dir)
-    if run_dir.exists() and not (run_dir.is_dir() and not any(run_dir.iterdir())):
-        raise UserError(f"{run_dir} is in use; give a folder that is new or empty")
+    imported_run.check_unused(run_dir)
     found = open_folder(source, seed=seed, say=say)
     config = PretrainConfig(
         preset=nearest_preset(found.config),
@@ -285,28 +282,8 @@ def import_folder(source: str | Path, run_dir: str | Path, *, seed: int | None =
         model=found.config,
         tokenizer=found.tokenizer.config,
     )
-    meta = {
-        "config": core.to_builtins(config),
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "orbax-checkpoint")},
-        "tokenizer": found.tokenizer.files(),
-        "tokenizer_digest": found.tokenizer.digest,
-        "imported_from": Path(source).name,
-        "drawn": list(found.drawn),
-        "naming": 1,
-    }
-    zero = np.zeros((), np.int32)
-    state = {"step": zero, "params": found.params, "nonfinite_total": zero, "nonfinite_in_row": zero}
-    with new_folder(run_dir) as folder:
-        (folder / "config.toml").write_text(core.dump_toml(config), encoding="utf-8")
-        found.tokenizer.save(folder / "tokenizer")
-        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
-        checkpoints.save(0, jax.tree.map(jnp.asarray, state), {}, meta)
-        checkpoints.close()
-        stored = to_hf(read_params(folder)[1], found.config)
-        for name, tensor in to_hf(found.params, found.config).items():
-            if not np.array_equal(stored[name], tensor, equal_nan=True):
-                raise UserError(f"import failed its own check: tensor {name} reads back changed; nothing was written")
-    return run_dir
+    meta = {"drawn": list(found.drawn)}
+    return imported_run.write(run_dir, source, config, found.params, found.tokenizer, naming=1, more_meta=meta)
 
 
 def _write(

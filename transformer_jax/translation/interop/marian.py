@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import logging
 import re
@@ -23,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
 from transformer_jax import config as core
-from transformer_jax.checkpoint import Checkpoints, read_params
+from transformer_jax import imported_run
 from transformer_jax.config import UserError
 from transformer_jax.new_folder import check_target, new_folder
 from transformer_jax.pieces import SentencePiece
@@ -356,8 +354,7 @@ def import_folder(source: str | Path, run_dir: str | Path) -> Path:
         Nothing is then left at `run_dir`.
     """
     run_dir = Path(run_dir)
-    if run_dir.exists() and not (run_dir.is_dir() and not any(run_dir.iterdir())):
-        raise UserError(f"{run_dir} is in use; give a folder that is new or empty")
+    imported_run.check_unused(run_dir)
     found = read_folder(source)
     sizes = max(found.config.source_vocab_size, found.config.target_vocab_size)
     tokenizer = SentencePieceConfig(vocab_size=sizes, joint=found.vocabularies.joint)
@@ -370,24 +367,4 @@ def import_folder(source: str | Path, run_dir: str | Path) -> Path:
         tokenizer=tokenizer,
         examples=examples,
     )
-    meta = {
-        "config": core.to_builtins(config),
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "orbax-checkpoint")},
-        "tokenizer": found.vocabularies.files(),
-        "tokenizer_digest": found.vocabularies.digest,
-        "imported_from": Path(source).name,
-        "naming": NAMING,
-    }
-    zero = np.zeros((), np.int32)
-    state = {"step": zero, "params": found.params, "nonfinite_total": zero, "nonfinite_in_row": zero}
-    with new_folder(run_dir) as folder:
-        (folder / "config.toml").write_text(core.dump_toml(config), encoding="utf-8")
-        found.vocabularies.save(folder / "tokenizer")
-        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
-        checkpoints.save(0, jax.tree.map(jnp.asarray, state), {}, meta)
-        checkpoints.close()
-        stored = to_marian(read_params(folder)[1], found.config)
-        for name, tensor in to_marian(found.params, found.config).items():
-            if not np.array_equal(stored[name], tensor, equal_nan=True):
-                raise UserError(f"import failed its own check: tensor {name} reads back changed; nothing was written")
-    return run_dir
+    return imported_run.write(run_dir, source, config, found.params, found.vocabularies, NAMING)
