@@ -17,8 +17,11 @@ ROWS = 512
 """Rows of Parquet read at once."""
 
 
-def from_jsonl(item: Input, keys: Sequence[str]) -> Iterator[tuple[int, list[Any]]]:
+def from_jsonl(item: Input, keys: Sequence[str], setting: str = "key") -> Iterator[tuple[int, list[Any]]]:
     """The values of these keys of each line that is not blank, with its number from 1.
+
+    Args:
+      setting: what a message about a key that is not there tells the user to set.
 
     Raises:
       UserError: a line that is not a JSON object, or lacks a key.
@@ -34,16 +37,16 @@ def from_jsonl(item: Input, keys: Sequence[str]) -> Iterator[tuple[int, list[Any
             raise UserError(
                 f"{item.path}: line {number} is not a JSON object; each line must be one, with the key {keys[0]!r}"
             )
-        yield number, [_field(record, key, item.path, number) for key in keys]
+        yield number, [_field(record, key, item.path, number, setting) for key in keys]
 
 
-def _field(record: dict[str, Any], key: str, path: Path, number: int) -> Any:
+def _field(record: dict[str, Any], key: str, path: Path, number: int, setting: str) -> Any:
     if key in record:
         return record[key]
     value: Any = record
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
-            raise UserError(f"{path}: line {number} has no key {key!r}{nearest(key, record)}; set `key`")
+            raise UserError(f"{path}: line {number} has no key {key!r}{nearest(key, record)}; set `{setting}`")
         value = value[part]
     return value
 

@@ -47,22 +47,31 @@ def texts(item: Input, keys: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
       UserError: a feature that is not there or is no text, or a set that cannot be read.
     """
     source = item.source
-    data, fields = _data(item)
+    data, features = opened(item)
+    import tensorflow_datasets as tfds
+
+    fields = {name: isinstance(feature, tfds.features.Text) for name, feature in features.items()}
     for key in keys:
         if not fields.get(key):
             known = [name for name, is_text in fields.items() if is_text]
             what = f"feature {key!r} is not a text" if key in fields else f"no feature {key!r}"
             raise UserError(f"{source.dataset}: {what}{nearest(key, known)}; set `key`")
+    for number, record in numbered(data, item):
+        yield number, [text(record[key], item, number) for key in keys]
+
+
+def numbered(data: Any, item: Input) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The records of what `opened` gave, with their numbers from 1."""
     for start in range(0, len(data), RECORDS):
         try:
             records = data.__getitems__(range(start, min(start + RECORDS, len(data))))
         except Exception as e:  # the reader raises what its C++ part says, of many types
             raise UserError(f"{item.path}: records from {start + 1} on cannot be read: {e}") from None
-        for number, record in enumerate(records, start + 1):
-            yield number, [_text(record[key], item, number) for key in keys]
+        yield from enumerate(records, start + 1)
 
 
-def _text(value: Any, item: Input, number: int) -> str:
+def text(value: Any, item: Input, number: int) -> str:
+    """The value of a text feature, which comes as bytes; anything but UTF-8 is a UserError."""
     if isinstance(value, str):
         return value
     if not isinstance(value, bytes):
@@ -76,8 +85,15 @@ def _text(value: Any, item: Input, number: int) -> str:
         ) from None
 
 
-def _data(item: Input) -> tuple[Any, dict[str, bool]]:
-    """The random-access records of a prepared array_record set, and its features: whether each is a text."""
+def opened(item: Input) -> tuple[Any, dict[str, Any]]:
+    """The random-access records of a split of a prepared array_record set, and the set's features by name.
+
+    Args:
+      item: its source has `dataset` and `split`.
+
+    Raises:
+      UserError: a set of another format, or one that cannot be read.
+    """
     info_file = item.path / "dataset_info.json"
     try:
         info = msgspec.json.decode(info_file.read_bytes())
@@ -96,10 +112,8 @@ def _data(item: Input) -> tuple[Any, dict[str, bool]]:
     try:
         builder = tfds.builder_from_directory(item.path)
         features = builder.info.features
-        named = features.items() if isinstance(features, tfds.features.FeaturesDict) else ()
-        fields = {name: isinstance(feature, tfds.features.Text) for name, feature in named}
-        data = builder.as_data_source(item.source.split, file_format="array_record")
-        return data, fields
+        named = dict(features.items()) if isinstance(features, tfds.features.FeaturesDict) else {}
+        return builder.as_data_source(item.source.split, file_format="array_record"), named
     except Exception as e:  # of many types, for a split that is not there, a missing file, a broken one
         first = str(e).strip().split("\n")[0]
         raise UserError(f"{item.path}: split {item.source.split!r} cannot be read: {first}") from None
