@@ -49,7 +49,7 @@ def _sklearn_mcc(true: np.ndarray, predicted: np.ndarray) -> float:
 def test_class_scores_of_one_class_and_of_constant_predictions_are_defined() -> None:
     ones, mixed = np.ones(4, int), np.array([0, 1, 1, 0])
     assert scorers.classification_scores(ones, ones, 2) == {
-        "accuracy": 1, "f1": 1, "macro_f1": 1, "micro_f1": 1, "mcc": 0,
+        "accuracy": 1, "f1": 1, "macro_f1": 1, "micro_f1": 1, "matthews": 0,
     }  # fmt: skip
     assert scorers.classification_scores(mixed, 0 * ones, 2)["f1"] == 0
     assert scorers.matthews(mixed, ones, 2) == scorers.matthews(ones, mixed, 2) == 0

@@ -105,13 +105,13 @@ def matthews(true_N: np.ndarray, predicted_N: np.ndarray, classes: int) -> float
 def classification_scores(
     true_N: np.ndarray, predicted_N: np.ndarray, classes: int, positive: int = 1
 ) -> dict[str, float]:
-    """accuracy, f1 (of the class `positive`), macro_f1, micro_f1 and mcc (Matthews' correlation)."""
+    """accuracy, f1 (of the class `positive`), macro_f1, micro_f1 and matthews (Matthews' correlation)."""
     return {
         "accuracy": accuracy(true_N, predicted_N),
         "f1": f1(true_N, predicted_N, classes, "binary", positive),
         "macro_f1": f1(true_N, predicted_N, classes, "macro"),
         "micro_f1": f1(true_N, predicted_N, classes, "micro"),
-        "mcc": matthews(true_N, predicted_N, classes),
+        "matthews": matthews(true_N, predicted_N, classes),
     }
 
 
