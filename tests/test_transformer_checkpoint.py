@@ -381,6 +381,14 @@ def test_the_best_may_be_the_highest():
     assert ck.kept(metrics, policy) == {30, 50}
 
 
+def test_of_equally_good_steps_the_earlier_can_be_kept(tmp_path):
+    metrics = {10: 0.5, 20: 0.7, 30: 0.7, 40: 0.6}
+    policy = CheckpointConfig(keep_last=1, keep_best=1, best_is="highest", best_of_equals="earlier")
+    assert ck.kept(metrics, policy) == {20, 40}
+    save_steps(tmp_path / "run" / "checkpoints", *metrics, config=policy, metrics=metrics)
+    assert ck.locate(f"{tmp_path / 'run'}@best")[1] == 20
+
+
 def test_a_metric_of_another_name_does_not_count(tmp_path):
     """A run that goes on with another best_metric does not weigh BLEU against losses."""
     save_steps(tmp_path, 1, config=CheckpointConfig(keep_last=2, keep_best=1), metrics={1: 0.5})

@@ -192,6 +192,8 @@ class CheckpointConfig:
     """The figure of an evaluation that decides which steps are best ..."""
     best_is: Literal["lowest", "highest"] = "lowest"
     """... and whether it is better low, as a loss, or high, as an accuracy or BLEU."""
+    best_of_equals: Literal["newer", "earlier"] = "newer"
+    """Which of two steps with the same figure counts as the better one."""
 
 
 def load(cls: type[T], data: Mapping[str, Any], where: str, base: T | None = None) -> T:

@@ -87,7 +87,7 @@ def step_folders(root: Path) -> list[int]:
 
 
 def kept(metrics: Mapping[int, float | None], config: CheckpointConfig) -> set[int]:
-    """Which of the complete steps stay: the last, every K-th, and the best (by metric; of equals the newer).
+    """Which of the complete steps stay: the last, every K-th, and the best by metric.
 
     Args:
       metrics: the metric, or None, of each complete step.
@@ -99,8 +99,9 @@ def kept(metrics: Mapping[int, float | None], config: CheckpointConfig) -> set[i
         stay |= {step for step in ordered if step % config.keep_every == 0}
     if config.keep_best:
         sign = 1 if config.best_is == "lowest" else -1
-        measured = [(sign * value, -step) for step, value in metrics.items() if value is not None]
-        stay |= {-negative for _, negative in sorted(measured)[: config.keep_best]}
+        age = 1 if config.best_of_equals == "earlier" else -1
+        measured = [(sign * value, age * step, step) for step, value in metrics.items() if value is not None]
+        stay |= {step for _, _, step in sorted(measured)[: config.keep_best]}
     return stay
 
 
@@ -125,7 +126,8 @@ def locate(checkpoint: Path | str, step: int | None = None) -> tuple[Path, int |
 
 
 def best_step(root: Path) -> int:
-    """The complete step with the best held-out figure, of equals the newer; the newest step says which figure it is.
+    """The complete step with the best held-out figure; the newest step says which figure it is, and which of equally
+    good steps is taken.
 
     Raises:
       CheckpointError: no complete step has a figure.
@@ -140,7 +142,8 @@ def best_step(root: Path) -> int:
         raise CheckpointError(f"{root}: no complete step has a held-out figure, so none is the best; name a step")
     newest = found[max(found)]
     name, sign = newest.get("metric_name", "loss"), -1 if newest.get("metric_is") == "highest" else 1
-    return min((sign * c["metric"], -s, s) for s, c in found.items() if c.get("metric_name", "loss") == name)[2]
+    age = 1 if newest.get("metric_of_equals") == "earlier" else -1
+    return min((sign * c["metric"], age * s, s) for s, c in found.items() if c.get("metric_name", "loss") == name)[2]
 
 
 def newest_verified(root: Path, step: int | None = None) -> tuple[int, list[tuple[int, str]]]:
@@ -268,7 +271,8 @@ def problems_of(path: Path) -> list[str]:
 
 
 def _named(config: CheckpointConfig) -> dict[str, str]:
-    return {"metric_name": config.best_metric, "metric_is": config.best_is}
+    of_equals = {"metric_of_equals": config.best_of_equals}
+    return {"metric_name": config.best_metric, "metric_is": config.best_is, **of_equals}
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

@@ -6,6 +6,8 @@ loss there are four hops: main -> train -> task -> model.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -194,11 +196,11 @@ class Engine:
     def __init__(
         self, task: Task, optimizer: Optimizer, config: TrainConfig, mesh: Mesh, preset: str, clip_norm: float
     ):
-        self.task, self.optimizer, self.config, self.mesh = task, optimizer, config, mesh
+        self.task, self.optimizer, self.mesh = task, optimizer, mesh
         sharding.check_batch(config.batch_size, config.accumulate, mesh)
         self.eval_batch_size = config.eval_batch_size or config.batch_size
         sharding.check_batch(self.eval_batch_size, 1, mesh, "train.eval_batch_size")
-        self.init_key, self.dropout_key = jax.random.split(jax.random.key(config.seed))
+        self._set_seed(config)
         boxed = jax.eval_shape(lambda key: init_state(task, optimizer, key), self.init_key)
         self.shardings = state_shardings(boxed, optimizer, mesh, preset)
         self.abstract_state = jax.tree.map(
@@ -229,14 +231,25 @@ class Engine:
         )
         self.eval_step = jax.jit(evaluate, in_shardings=(self.shardings.params, rows), out_shardings=whole)
 
+        def build(key: jax.Array) -> TrainState:
+            return sharding.unbox(init_state(task, optimizer, key))
+
+        self._build = jax.jit(build, out_shardings=self.shardings)
+
+    def _set_seed(self, config: TrainConfig) -> None:
+        self.config = config
+        self.init_key, self.dropout_key = jax.random.split(jax.random.key(config.seed))
+
+    def with_seed(self, seed: int) -> Engine:
+        """The same compiled programs with the keys of another seed."""
+        other = copy.copy(self)
+        other._set_seed(dataclasses.replace(self.config, seed=seed))
+        return other
+
     def init(self) -> TrainState:
         """A fresh state, born sharded: no device ever holds the whole of it unless the mesh says so."""
-
-        def build(key: jax.Array) -> TrainState:
-            return sharding.unbox(init_state(self.task, self.optimizer, key))
-
         with jax.set_mesh(self.mesh):
-            return jax.jit(build, out_shardings=self.shardings)(self.init_key)
+            return self._build(self.init_key)
 
     def make(self, data: Data | Evaluation, first_row: int, batch_size: int) -> dict[str, np.ndarray]:
         """This process's rows of the global batch that starts at `first_row` of the data."""

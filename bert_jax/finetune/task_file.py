@@ -17,10 +17,10 @@ from transformer_jax.config import ConfigError, MeshConfig
 PROG = "bert-jax finetune TASK.toml"
 FORMATS = ("tsv", "csv", "jsonl", "conll", "squad", "parquet", "tfds")
 METRICS: dict[str, tuple[str, ...]] = {
-    "classification": ("accuracy", "f1", "macro_f1", "micro_f1", "mcc", "loss"),
-    "multi_label": ("micro_f1", "macro_f1", "loss"),
+    "classification": ("accuracy", "f1", "macro_f1", "matthews", "loss"),
+    "multi_label": ("micro_f1", "macro_f1", "exact", "loss"),
     "regression": ("pearson_spearman", "pearson", "spearman", "mse", "loss"),
-    "tagging": ("f1", "strict_f1", "accuracy", "loss"),
+    "tagging": ("f1", "strict_f1", "macro_f1", "accuracy", "loss"),
     "span": ("f1", "exact", "loss"),
     "choice": ("accuracy", "loss"),
 }
