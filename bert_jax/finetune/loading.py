@@ -1,0 +1,126 @@
+"""Fine-tuned models from their run folders, and the encoder that a fine-tuning starts from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bert_jax import loading
+from bert_jax.config import BertConfig
+from bert_jax.finetune.task_file import TaskConfig, of_meta
+from bert_jax.heads import BertWithHead, HeadConfig
+from transformer_jax import checkpoint as checkpoints
+from transformer_jax import config as core
+from transformer_jax.config import UserError
+from transformer_jax.step_folders import CheckpointError
+from transformer_jax.tokenizer import WordPiece
+
+RESULTS = "results.json"
+"""What `finetune` writes last into its run folder."""
+_log = logging.getLogger(__name__).warning
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedHead:
+    """A fine-tuned model, ready for `model.apply({"params": params}, ...)`."""
+
+    model: BertWithHead
+    params: dict[str, Any]
+    """Nested dict of numpy arrays."""
+    tokenizer: WordPiece
+    config: BertConfig
+    head: HeadConfig
+    task: TaskConfig
+    step: int
+    meta: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """What a fine-tuning starts from."""
+
+    config: BertConfig
+    params: dict[str, Any]
+    """embeddings, encoder, and pooler where the checkpoint has one; empty for a start from random numbers."""
+    tokenizer: WordPiece
+
+
+def load_finetuned(run: str | Path) -> LoadedHead:
+    """Load a fine-tuned model.
+
+    Args:
+      run: a run folder of `finetune` (of several trainings the best one, of its steps the best), or RUN@STEP.
+
+    Raises:
+      UserError: there is none, it is damaged, or it is no fine-tuned model.
+    """
+    name = best_of(run)
+    step, params, _, meta = checkpoints.read_params(name)
+    if "head" not in meta:
+        raise UserError(f"{run} is not a fine-tuned model; make one with `bert-jax finetune TASK.toml --from {run}`")
+    if meta.get("naming") != 1:
+        raise UserError(f"{run}: naming scheme {meta.get('naming')!r} of its parameters is not known here, only 1")
+    where = f"{run}, stored configuration"
+    config, head = core.load(BertConfig, meta["config"]["model"], where), core.load(HeadConfig, meta["head"], where)
+    tokenizer = WordPiece.from_files(meta["tokenizer"])
+    return LoadedHead(
+        BertWithHead(config, head), params, tokenizer, config, head, of_meta(meta, where), step=step, meta=meta
+    )
+
+
+def best_of(run: str | Path) -> str:
+    """The checkpoint that a fine-tuned run stands for: RUN@best of its best training, or `run` where it names a step.
+
+    A run whose steps have no figure, for want of a dev file, stands for its newest step.
+    """
+    folder = Path(run)
+    if not folder.is_dir() or (folder / "state").is_dir():
+        return str(run)
+    if not (folder / "checkpoints").is_dir():
+        if not (folder / RESULTS).is_file():
+            return str(run)
+        best = json.loads((folder / RESULTS).read_text(encoding="utf-8"))["best"]
+        folder = folder / best["folder"]
+    try:
+        checkpoints.locate(f"{folder}@best")
+    except CheckpointError:
+        return str(folder)
+    return f"{folder}@best"
+
+
+def is_finetuned(checkpoint: str | Path) -> bool:
+    """Whether a run folder or RUN@STEP is one of `finetune`; False for what is no run at all."""
+    name = best_of(checkpoint)
+    try:
+        folder = checkpoints.locate(name)[0].parent
+        settings = core.read_toml(folder / "config.toml")
+    except UserError:
+        return False
+    return "head" in settings
+
+
+def load_encoder(checkpoint: str | Path, *, random: bool = False, say: Callable[[str], None] = _log) -> Encoder:
+    """The encoder, its settings and its tokenizer.
+
+    Args:
+      checkpoint: anything that `bert_jax.load` takes, or a run of `finetune`, whose head is left out.
+      random: take only settings and tokenizer, to start from random numbers.
+      say: called with one line for what was left out, drawn or converted.
+
+    Raises:
+      UserError: as `bert_jax.load`.
+    """
+    drawn: tuple[str, ...] = ()
+    if is_finetuned(checkpoint):
+        found = load_finetuned(checkpoint)
+        say(f"{checkpoint}: its head ({found.head.kind}) is left out")
+        config, params, tokenizer = found.config, found.params, found.tokenizer
+    else:
+        bert = loading.load(checkpoint, say=say)
+        config, params, tokenizer, drawn = bert.config, bert.params, bert.tokenizer, bert.drawn
+    kept = [name for name in ("embeddings", "encoder", "pooler") if name in params and name not in drawn]
+    return Encoder(config, {} if random else {name: params[name] for name in kept}, tokenizer)
