@@ -19,7 +19,7 @@ from bert_jax.finetune.task import FinetuneTask, targets
 from bert_jax.finetune.task_file import TaskConfig
 from bert_jax.heads import HeadConfig, abstract_params
 from transformer_jax import config as core
-from transformer_jax import optim, run, run_file, sharding
+from transformer_jax import optim, run, run_file
 from transformer_jax.config import CheckpointConfig, ConfigError, MeshConfig, OptimizerConfig, TrainConfig
 from transformer_jax.run import Start
 from transformer_jax.signals import StopSignal
