@@ -360,6 +360,20 @@ def test_the_mean_of_the_last_checkpoints_is_a_run_of_its_own(straight, tmp_path
     assert_same(start(beside(straight, tmp_path, init=init))[0].state.params, params)
 
 
+def test_the_mean_of_equal_checkpoints_is_that_checkpoint(straight, tmp_path):
+    """C074: x, x, x gives x bit for bit; shared tables are one array, so none is counted twice; a repeat is equal."""
+    run = straight[0] / "run"
+    x = checkpoint.read_params(f"{run}@8")[1]
+    assert_same(checkpoint.read_params(average([f"{run}@8"] * 3, tmp_path / "same"))[1], x)
+    pair = [f"{run}@4", f"{run}@12"]
+    twice = [checkpoint.read_params(average(pair, tmp_path / name))[1] for name in ("one", "two")]
+    assert_same(*twice)
+    assert jax.tree.structure(twice[0]) == jax.tree.structure(x)
+    table = twice[0]["embeddings"]["target"]["embedding"]
+    a, b = (checkpoint.read_params(name)[1]["embeddings"]["target"]["embedding"] for name in pair)
+    np.testing.assert_array_equal(table, ((a.astype(np.float64) + b) / 2).astype(np.float32))
+
+
 def test_an_average_of_different_models_is_refused(straight, tmp_path):
     step, params, _, meta = checkpoint.read_params(straight[0] / "run")
     del step
