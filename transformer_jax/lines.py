@@ -69,9 +69,15 @@ def _decode(data: bytes, path: Path, first_line: int, errors: str) -> str:
     try:
         return data.decode("utf-8", errors)
     except UnicodeDecodeError as e:
-        line = first_line + data.count(b"\n", 0, e.start)
-        column = e.start - (data.rfind(b"\n", 0, e.start) + 1) + 1
-        raise UserError(
-            f"{path}: line {line} is not UTF-8: byte 0x{data[e.start]:02x} at byte {column} of the line; convert the "
-            'file to UTF-8, or set `encoding_errors = "replace"` for this source'
-        ) from None
+        raise undecodable(e, path, first_line) from None
+
+
+def undecodable(e: UnicodeDecodeError, path: Path, first_line: int = 1) -> UserError:
+    """The error to raise for bytes, from line `first_line` of a file on, that are not UTF-8."""
+    data = e.object
+    line = first_line + data.count(b"\n", 0, e.start)
+    column = e.start - (data.rfind(b"\n", 0, e.start) + 1) + 1
+    return UserError(
+        f"{path}: line {line} is not UTF-8: byte 0x{data[e.start]:02x} at byte {column} of the line; convert the "
+        'file to UTF-8, or set `encoding_errors = "replace"` for this source'
+    )

@@ -66,6 +66,8 @@ class DataConfig:
     quoting: Literal["auto", "none", "double"] = "auto"
     """Whether double quotes enclose a field: auto is none for TSV, as GLUE's files need, and double for CSV."""
     columns: ColumnsConfig = dataclasses.field(default_factory=ColumnsConfig)
+    encoding_errors: Literal["strict", "replace"] = "strict"
+    """replace puts U+FFFD for bytes that are not UTF-8, which BERT's tokenizer then drops."""
     label_separator: str = ","
     """Between the labels of one example of a multi-label task."""
     tag_scheme: Literal["iob2", "iob1", "bioes"] = "iob2"
