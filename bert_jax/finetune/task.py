@@ -4,10 +4,11 @@
     multi_label      sigmoid cross-entropy of each class, averaged over rows and classes
     regression       squared error
     tagging          cross-entropy of the tag, averaged over the words that have one
-    span             mean of the cross-entropies of start and end, over all positions of the row
+    span             mean of the cross-entropies of start and end, over all real positions of the row
     choice           cross-entropy over the choices
 
-These are the losses that Hugging Face's classes of the same purpose compute.
+These are the losses that Hugging Face's classes of the same purpose compute; of a span, that of a row without padding:
+there, and in the 2018 code, padding takes part in the softmax, so that the loss depends on how much of it there is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 
 from bert_jax.config import BertConfig
 from bert_jax.heads import BertWithHead, HeadConfig
-from transformer_jax import losses
+from transformer_jax import losses, masks
 from transformer_jax.config import ConfigError
 from transformer_jax.model import encoder_flops
 
@@ -123,6 +124,8 @@ def loss_sums(head: HeadConfig, logits: jax.Array, batch: Mapping[str, Any]) -> 
         error_B = logits[:, 0] - batch["labels"].astype(logits.dtype)
         return {"head": jnp.sum(weights * error_B**2)}
     if head.kind == "span":
+        real_BL = batch["sequence_ids"] > 0
+        logits = jnp.where(real_BL[:, :, None], logits, masks.FORBIDDEN)
         both = [(logits[:, :, 0], batch["start"]), (logits[:, :, 1], batch["end"])]
         halves = [losses.weighted_cross_entropy(scores_BL, at_B, weights)[0] for scores_BL, at_B in both]
         return {"head": (halves[0] + halves[1]) / 2}
