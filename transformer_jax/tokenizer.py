@@ -241,13 +241,20 @@ class WordPiece:
         """
         cuts = self._query_cuts(text)
         found = self._query.encode(scripts.insert_spaces(text, cuts), add_special_tokens=False)
-        # A cut at original position c became the space at c + (cuts before it).
-        spaces = np.array(cuts, np.int64) + np.arange(len(cuts))
-        offsets_2 = np.array(found.offsets, np.int64).reshape(-1, 2)
-        offsets_2 -= np.stack(
-            [np.searchsorted(spaces, offsets_2[:, 0]), np.searchsorted(spaces, offsets_2[:, 1])], axis=1
-        )
-        return list(found.ids), [(int(a), int(b)) for a, b in offsets_2]
+        return list(found.ids), [(int(a), int(b)) for a, b in _without_cuts(found.offsets, cuts)]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
+        """`encode` of each text, and where in it each piece comes from.
+
+        Returns:
+          ids, and int64 [n, 2]: the half-open range of code points of the text that the piece stands for. What BERT
+          drops (format characters) belongs to the piece around it or to none. Where one character becomes several
+          pieces, they share its range.
+        """
+        cuts = [self._cuts(text) if self._cuts else [] for text in texts]
+        spaced = [scripts.insert_spaces(text, c) for text, c in zip(texts, cuts, strict=True)]
+        found = self._corpus.encode_batch(spaced, add_special_tokens=False)
+        return [(list(e.ids), _without_cuts(e.offsets, c)) for e, c in zip(found, cuts, strict=True)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, control tokens included; pieces are joined, but spaces and case that were lost stay lost."""
@@ -372,6 +379,14 @@ class WordPiece:
                 "vocab": {p: i for i, p in enumerate(self.vocab)},
             },
         }
+
+
+def _without_cuts(offsets: Sequence[tuple[int, int]], cuts: Sequence[int]) -> np.ndarray:
+    """Ranges in a text to which a space was added at each cut, as ranges in the text without: int64 [n, 2]."""
+    found_N2 = np.array(offsets, np.int64).reshape(-1, 2)
+    # A cut at original position c became the space at c + (cuts before it).
+    spaces = np.array(cuts, np.int64) + np.arange(len(cuts))
+    return found_N2 - np.searchsorted(spaces, found_N2)
 
 
 def chunks_of(text: str) -> list[str]:
