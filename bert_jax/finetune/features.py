@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from bert_jax.finetune import choice, sequence, span, tagging
 from bert_jax.finetune.encoded import Features
-from bert_jax.finetune.records import Records, check_labels
+from bert_jax.finetune.records import Example
 from bert_jax.finetune.task_file import TaskConfig
 from transformer_jax.config import UserError
 from transformer_jax.tokenizer import WordPiece
@@ -15,39 +15,31 @@ __all__ = ["Features", "encode"]
 
 
 def encode(
-    records: Records,
-    tokenizer: WordPiece,
     task: TaskConfig,
-    labels: Sequence[str] = (),
-    *,
+    examples: Sequence[Example],
+    tokenizer: WordPiece,
     labelled: bool = True,
     training: bool = False,
+    where: str = "",
 ) -> Features:
     """The rows of a file's examples, in its order; the windows of one example stand beside each other.
 
     Args:
-      labels: names of the classes or tags in the order of their ids, which the model knows.
+      task: with its labels filled in, which are all that the examples have (see `records.check_labels`).
       labelled: whether the examples have labels; without, there are no targets among the arrays.
       training: leave out what cannot be learned from, instead of scoring it.
+      where: the file, for messages.
 
     Raises:
-      UserError: a label that the model does not know (with its line), a question that leaves no room for its context,
-        or no row at all in training.
+      UserError: a question that leaves no room for its context, or unequal numbers of choices.
     """
-    examples, kind = records.examples, task.kind
-    if labelled and kind in ("classification", "multi_label", "tagging"):
-        check_labels(records, labels)
     try:
-        if kind == "tagging":
-            found = tagging.encode(examples, tokenizer, task.inputs, labels, labelled)
-        elif kind == "span":
-            found = span.encode(examples, tokenizer, task.inputs, labelled, training)
-        elif kind == "choice":
-            found = choice.encode(examples, tokenizer, task.inputs, labelled)
-        else:
-            found = sequence.encode(examples, tokenizer, task.inputs, kind, labels, labelled)
+        if task.kind == "tagging":
+            return tagging.encode(examples, tokenizer, task.inputs, task.labels, labelled)
+        if task.kind == "span":
+            return span.encode(examples, tokenizer, task.inputs, labelled, training)
+        if task.kind == "choice":
+            return choice.encode(examples, tokenizer, task.inputs, labelled)
+        return sequence.encode(examples, tokenizer, task.inputs, task.kind, task.labels, labelled)
     except UserError as e:
-        raise UserError(f"{records.path}: {e}") from None
-    if training and not len(found.example_index_N):
-        raise UserError("; ".join(found.report(records.path)) or f"{records.path}: 0 examples; the file has none")
-    return found
+        raise UserError(f"{where}: {e}" if where else str(e)) from None

@@ -128,7 +128,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class Prediction:
     """What was found for a question.
 
     Attributes:
@@ -143,21 +143,24 @@ class Answer:
     null_score: float
     candidates: tuple[Candidate, ...]
 
-    def text(self, config: SpanConfig, threshold: float = 0.0) -> str:
-        """The answer given: with version_2 the empty one where null_score is above the threshold."""
-        return "" if config.version_2 and self.null_score > threshold else self.best.text
+    @property
+    def best_text(self) -> str:
+        """The best answer that is not empty, if there is one."""
+        return self.best.text
 
-    def as_json(self, config: SpanConfig, threshold: float = 0.0) -> dict[str, Any]:
-        """The answer, its null score and its candidates, as builtins."""
-        return {
-            "id": self.id,
-            "answer": self.text(config, threshold),
-            "null_score": self.null_score,
-            "n_best": [dataclasses.asdict(c) for c in self.candidates],
-        }
+    def text(self, threshold: float | None) -> str:
+        """The answer given: the empty one where null_score is above the threshold; None never gives the empty one for
+        that."""
+        return "" if threshold is not None and self.null_score > threshold else self.best.text
+
+    def n_best_json(self) -> list[dict[str, Any]]:
+        """The candidates as builtins: text, start, end, score and probability of each."""
+        return [dataclasses.asdict(c) for c in self.candidates]
 
 
-def decode(logits_NL2: np.ndarray, features: Features, examples: Sequence[Example], config: SpanConfig) -> list[Answer]:
+def decode(
+    logits_NL2: np.ndarray, features: Features, examples: Sequence[Example], config: SpanConfig
+) -> list[Prediction]:
     """The best answers of each example over all its windows.
 
     A candidate lies in one window, ends where it starts or after, has at most max_answer_length pieces, and starts at a
@@ -208,7 +211,7 @@ def _best(
     return out
 
 
-def _answer(key: str, found: list[Candidate], null: float, config: SpanConfig) -> Answer:
+def _answer(key: str, found: list[Candidate], null: float, config: SpanConfig) -> Prediction:
     unlike: dict[str, Candidate] = {}
     for candidate in sorted(found, key=lambda c: (-c.score, c.start, c.end)):
         unlike.setdefault(candidate.text, candidate)
@@ -220,7 +223,7 @@ def _answer(key: str, found: list[Candidate], null: float, config: SpanConfig) -
     scores = np.array([c.score for c in kept])
     weights = np.exp(scores - scores.max())
     probabilities = (weights / weights.sum()).tolist()
-    return Answer(
+    return Prediction(
         key,
         best,
         null - best.score if best is not empty else NO_CANDIDATE,
