@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--format", choices=["huggingface"], default="huggingface")
     sub.add_argument("--overwrite", action="store_true", help="replace a folder that is there")
 
+    command.add_plan(commands, _plan)
     command.add_report(commands, _report)
     command.add_verify(commands)
     return parser
@@ -125,6 +126,14 @@ def _export(args: argparse.Namespace, rest: list[str]) -> int:
 
     print(export_checkpoint(args.checkpoint, args.out, overwrite=args.overwrite))
     return 0
+
+
+def _plan(args: argparse.Namespace, rest: list[str]) -> int:
+    from bert_jax.plan import PROGRAM
+    from bert_jax.run_file import load_run
+    from transformer_jax import plan_command
+
+    return plan_command.plan(args, PROGRAM, load_run(args.run, rest))
 
 
 def _report(args: argparse.Namespace, rest: list[str]) -> int:

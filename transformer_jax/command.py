@@ -85,6 +85,20 @@ def add_training(commands: Any, name: str, function: Function) -> None:
     sub.add_argument("--json", action="store_true", help="the held-out figures as JSON on standard output")
 
 
+def add_plan(commands: Any, function: Function) -> None:
+    """The command `plan RUN.toml --topology POD`."""
+    summary = "memory, collectives and time of a run on a pod that is not there; exit code 3 if it does not fit"
+    sub = add(commands, "plan", function, summary, overrides=True)
+    add_run_file(sub)
+    sub.add_argument("--topology", required=True, metavar="POD", help="v5e-256, v5p-16, ..., h100-8, gpu:80GiB x 8")
+    sub.add_argument("--chips-per-host", type=int, default=0, metavar="N", help="8 for v5e and v6e (default: 4)")
+    sub.add_argument("--slices", type=int, default=1, metavar="N", help="so many pods, joined over the network")
+    sub.add_argument("--quick", action="store_true", help="compile the layers as a loop, whatever the run does")
+    sub.add_argument("--search", action="store_true", help="try meshes, recomputation and parts of the batch")
+    sub.add_argument("--write", action="store_true", help="write what --search finds into the run file")
+    sub.add_argument("--json", action="store_true")
+
+
 def add_report(commands: Any, function: Function) -> None:
     """The command `report RUN`."""
     sub = add(commands, "report", function, "write the run's page, report.html, and print its path")

@@ -190,7 +190,7 @@ def _gpu_pod(asked: str, chips_per_host: int) -> Pod | None:
     per_host = chips_per_host or min(8, max(count, 1))
     if count < 1 or count % per_host:
         raise UserError(f"--topology {asked}: {count} GPUs do not make up hosts of {per_host}")
-    return Pod(asked, chip, count, count // per_host)
+    return Pod(asked.replace("gib", "GiB"), chip, count, count // per_host)
 
 
 def _near(asked: str, generation: str) -> str:

@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--int8", action="store_true", help="matrices in 8 bits (ctranslate2 alone)")
     sub.add_argument("--overwrite", action="store_true", help="replace an earlier export")
 
+    command.add_plan(commands, _plan)
     command.add_report(commands, _report)
     command.add_verify(commands)
     return parser
@@ -220,6 +221,14 @@ def _export(args: argparse.Namespace, rest: list[str]) -> int:
 
     print(marian.export_checkpoint(args.checkpoint, args.out, overwrite=args.overwrite, say=command.say))
     return 0
+
+
+def _plan(args: argparse.Namespace, rest: list[str]) -> int:
+    from transformer_jax import plan_command
+    from transformer_jax.translation.plan import PROGRAM
+    from transformer_jax.translation.run_file import load_run
+
+    return plan_command.plan(args, PROGRAM, load_run(args.run, rest))
 
 
 def _report(args: argparse.Namespace, rest: list[str]) -> int:
