@@ -20,7 +20,9 @@ from transformer_jax.step_folders import CheckpointError
 from transformer_jax.tokenizer import WordPiece
 
 RESULTS = "results.json"
-"""What `finetune` writes last into its run folder."""
+"""What `finetune` writes last into its run folder ..."""
+RESULT = "result.json"
+"""... and each of its trainings into its own."""
 _log = logging.getLogger(__name__).warning
 
 
@@ -37,6 +39,8 @@ class LoadedHead:
     task: TaskConfig
     step: int
     meta: dict[str, Any]
+    null_threshold: float = 0.0
+    """Of span with unanswerable questions: what was found on dev when the training ended."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +71,17 @@ def load_finetuned(run: str | Path) -> LoadedHead:
     where = f"{run}, stored configuration"
     config, head = core.load(BertConfig, meta["config"]["model"], where), core.load(HeadConfig, meta["head"], where)
     tokenizer = WordPiece.from_files(meta["tokenizer"])
-    return LoadedHead(
-        BertWithHead(config, head), params, tokenizer, config, head, of_meta(meta, where), step=step, meta=meta
-    )
+    task, threshold = of_meta(meta, where), _null_threshold(name)
+    return LoadedHead(BertWithHead(config, head), params, tokenizer, config, head, task, step, meta, threshold)
+
+
+def _null_threshold(name: str) -> float:
+    """From the result of the training, which is beside its checkpoints."""
+    try:
+        found = json.loads((checkpoints.locate(name)[0].parent / RESULT).read_text(encoding="utf-8"))
+        return float(found["result"]["settings"]["null_threshold"])
+    except (OSError, ValueError, KeyError):
+        return 0.0
 
 
 def best_of(run: str | Path) -> str:
