@@ -315,6 +315,8 @@ def test_a_word_over_the_limit_is_one_unknown_with_its_whole_span() -> None:
     assert tokenizer.encode("a" * 200) == [5] + [6] * 199
     assert tokenizer.encode_query("a" * 201) == ([tokenizer.unk_id], [(0, 201)])
     assert tokenizer.encode("a" * 201) == [tokenizer.unk_id]
+    ((ids, offsets),) = tokenizer.encode_with_offsets(["a" * 201])
+    assert ids == [tokenizer.unk_id] and offsets.tolist() == [[0, 201]]
     thai = small("ก ##ก", max_input_chars_per_word=50)
     assert thai.encode("ก" * 40) == [5] + [6] * 39
     shorter = small("a ##a", max_input_chars_per_word=100)
@@ -390,6 +392,30 @@ def test_invisible_characters_vanish_or_split_and_offsets_are_of_the_original(
     ids, found = tokenizer.encode_query(line)
     assert pieces(tokenizer, ids) == words and found == offsets
     assert tokenizer.encode(line) == ids
+    ((same, places),) = tokenizer.encode_with_offsets([line])
+    assert same == ids and list(map(tuple, places.tolist())) == offsets
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_pieces_with_offsets_are_those_of_corpus_text_and_ascend_within_it(lowercase: bool) -> None:
+    """C033, C024: control tokens are plain text; of a piece without ## and accents the slice is the piece."""
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789[].,()汉字"
+    tokenizer = small(" ".join([*letters, *("##" + c for c in letters)]), lowercase=lowercase)
+    lines = [*ODD, *text("english", 30), *text("chinese", 5)]
+    for line, (ids, places) in zip(lines, tokenizer.encode_with_offsets(lines), strict=True):
+        assert ids == tokenizer.encode(line)
+        assert places.shape == (len(ids), 2) and (places[:, 0] < places[:, 1]).all()
+        assert (np.diff(places[:, 0]) >= 0).all() and (not ids or places.max() <= len(line))
+        for piece, (a, b) in zip(pieces(tokenizer, ids), places.tolist(), strict=True):
+            if piece != "[UNK]" and line[a:b].isascii():
+                assert piece.removeprefix("##") == (line[a:b].lower() if lowercase else line[a:b])
+
+
+def test_offsets_do_not_count_the_spaces_of_a_pre_splitter() -> None:
+    tokenizer = small("ก ข ค x", pre_splitter="characters")
+    ((ids, places),) = tokenizer.encode_with_offsets(["xกข ค"])
+    assert pieces(tokenizer, ids) == ["x", "ก", "ข", "ค"] and ids == tokenizer.encode("xกข ค")
+    assert places.tolist() == [[0, 1], [1, 2], [2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize(
