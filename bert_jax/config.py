@@ -86,7 +86,7 @@ class InitConfig:
     """Where parameters start from, when not from random numbers."""
 
     checkpoint: str = dataclasses.field(default="")
-    """A run folder, RUN@STEP, or a Hugging Face folder."""
+    """A run folder, RUN@STEP, a Hugging Face folder, or one of google-research/bert."""
     optimizer: Literal["", "keep", "reset"] = ""
     schedule: Literal["", "continue", "restart"] = ""
 

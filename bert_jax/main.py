@@ -12,9 +12,11 @@ from pathlib import Path
 
 from transformer_jax import command
 from transformer_jax.command import json_line
+from transformer_jax.config import UserError
 
 DESCRIPTION = "Pretrain BERT from your own text, go on after any stop, and take the model elsewhere."
-CHECKPOINT = "a run folder (its newest step that verifies), RUN@STEP, or a Hugging Face folder"
+CHECKPOINT = "a run folder (its newest step that verifies), RUN@STEP, or a Hugging Face or TensorFlow 1 folder"
+FORMATS = ("huggingface", "tf1")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,11 +30,33 @@ def _parser() -> argparse.ArgumentParser:
     command.add_prepare(commands, _prepare, "make the vocabulary and token shards of a run's corpora, with a report")
     command.add_training(commands, "pretrain", _pretrain)
 
+    sub = command.add(commands, "finetune", _finetune, "fine-tune a checkpoint on a task, and evaluate it", True)
+    sub.add_argument(
+        "task", metavar="TASK.toml", help="a task file; any of its keys can be given as --section.key value"
+    )
+    sub.add_argument("--from", dest="checkpoint", metavar="CHECKPOINT", help=f"{CHECKPOINT}, or a fine-tuned run")
+    sub.add_argument("--random", action="store_true", help="take its settings and tokenizer only: random parameters")
+    sub.add_argument("--out", metavar="RUN", help="the run folder (default: runs/NAME of the task)")
+    sub.add_argument("--keys", action="store_true", help="list all keys with their present values, and stop")
+    sub.add_argument("--force", action="store_true", help="go on although changed settings make it another run")
+    sub.add_argument("--json", action="store_true", help="the results as JSON on standard output")
+
+    sub = command.add(commands, "predict", _predict, "what a fine-tuned model says of new input, a line for each", True)
+    sub.add_argument("run", metavar="RUN", help="a fine-tuned run (its best step), or RUN@STEP")
+    sub.add_argument(
+        "file", metavar="FILE", nargs="?", help="as the task's own, or .txt: a text a line (default: stdin)"
+    )
+    sub.add_argument("--out", metavar="FILE", help="where to write (default: standard output)")
+    sub.add_argument("--threshold", type=float, help="of the null score, for questions that may have no answer")
+    sub.add_argument("--json", action="store_true", help="an object a line")
+
     sub = command.add(
-        commands, "evaluate", _evaluate, "MLM and NSP loss and accuracy on held-out text, with counts and baselines"
+        commands, "evaluate", _evaluate, "MLM and NSP loss and accuracy on held-out text, or a fine-tuned run's figures"
     )
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
-    sub.add_argument("--data", metavar="RECIPE.toml", help="evaluate all documents of this recipe instead")
+    sub.add_argument(
+        "--data", metavar="FILE.toml", help="all documents of this recipe instead; of a fine-tuned run: this task's dev"
+    )
     sub.add_argument("--prepared", metavar="DIR", help="prepared data, where the checkpoint names none or it was moved")
     sub.add_argument(
         "--max-seq-length", metavar="N", type=int, default=0, help="of a row (default: the run's own, or 128)"
@@ -46,18 +70,23 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true")
 
     sub = command.add(
-        commands, "import", _import, "make a run from a Hugging Face folder, to go on training or to evaluate"
+        commands, "import", _import, "make a run from another program's model, to go on training, evaluate or predict"
     )
-    sub.add_argument("source", metavar="SOURCE", help="a folder with config.json, model.safetensors and vocab.txt")
+    sub.add_argument(
+        "source", metavar="SOURCE", help="a Hugging Face folder (any BERT class), or one of google-research/bert"
+    )
     sub.add_argument("run", metavar="RUN", help="the run folder to make")
     sub.add_argument("--seed", type=int, default=0, help="draws the heads that the source lacks")
+    sub.add_argument("--max-position-embeddings", metavar="N", type=int, default=0, help="more positions, as copies")
+    sub.add_argument("--type-vocab-size", metavar="N", type=int, default=0, help="more segments, as the mean")
+    sub.add_argument("--add-tokens", metavar="FILE", help="words that become one piece each, one a line")
 
     sub = command.add(
         commands, "export", _export, "write a model for other programs; what was written is loaded again and compared"
     )
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
     sub.add_argument("out", metavar="OUT", help="the folder to write; it must not exist, or be empty")
-    sub.add_argument("--format", choices=["huggingface"], default="huggingface")
+    sub.add_argument("--format", choices=FORMATS, default="huggingface")
     sub.add_argument("--overwrite", action="store_true", help="replace a folder that is there")
 
     command.add_plan(commands, _plan)
@@ -90,9 +119,54 @@ def _pretrain(args: argparse.Namespace, rest: list[str]) -> int:
     )
 
 
+def _finetune(args: argparse.Namespace, rest: list[str]) -> int:
+    import dataclasses
+
+    from bert_jax.finetune import task_file
+
+    task = task_file.load_task(args.task, rest)
+    if args.out:
+        task = dataclasses.replace(task, run_dir=args.out)
+    if args.keys:
+        task_file.override(task, ["--help"])
+    if not args.checkpoint:
+        raise UserError("--from is missing; name what to start from: a run, RUN@STEP, or a Hugging Face folder")
+    command.keep_freed_memory()
+    from bert_jax.finetune.sweep import finetune, table
+    from transformer_jax.report import quiet_libraries
+    from transformer_jax.signals import StopSignal
+
+    quiet_libraries()
+    command.keep_programs()
+    with StopSignal() as stop:
+        found = finetune(task, args.checkpoint, random=args.random, force=args.force, stop=stop)
+    if found is None:
+        return stop.exit_code
+    print(json_line(found) if args.json else table(found))
+    return 0
+
+
+def _predict(args: argparse.Namespace, rest: list[str]) -> int:
+    from bert_jax.finetune.predict import predict
+    from transformer_jax.report import quiet_libraries
+
+    quiet_libraries()
+    command.keep_programs()
+    predict(args.run, args.file, rest, out=args.out, as_json=args.json, threshold=args.threshold)
+    return 0
+
+
 def _evaluate(args: argparse.Namespace, rest: list[str]) -> int:
     from bert_jax.evaluate import evaluate, table
+    from bert_jax.finetune.loading import is_finetuned
 
+    if is_finetuned(args.checkpoint):
+        from bert_jax.finetune.predict import evaluate as evaluate_task
+        from bert_jax.finetune.sweep import figures_table
+
+        of_task = evaluate_task(args.checkpoint, args.data)
+        print(json_line(of_task) if args.json else figures_table(of_task))
+        return 0
     scores = evaluate(args.checkpoint, args.data, args.prepared, args.max_seq_length)
     print(json_line(scores) if args.json else table(scores))
     return 0
@@ -114,17 +188,25 @@ def _fill_mask(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _import(args: argparse.Namespace, rest: list[str]) -> int:
-    from bert_jax.interop.huggingface import import_folder
+    from bert_jax.interop.imports import import_folder
+    from bert_jax.resize import read_tokens
 
-    import_folder(args.source, args.run, seed=args.seed)
+    import_folder(
+        args.source,
+        args.run,
+        seed=args.seed,
+        max_position_embeddings=args.max_position_embeddings,
+        type_vocab_size=args.type_vocab_size,
+        add_tokens=read_tokens(args.add_tokens) if args.add_tokens else (),
+    )
     print(args.run)
     return 0
 
 
 def _export(args: argparse.Namespace, rest: list[str]) -> int:
-    from bert_jax.interop.huggingface import export_checkpoint
+    from bert_jax.interop.exports import export_checkpoint
 
-    print(export_checkpoint(args.checkpoint, args.out, overwrite=args.overwrite))
+    print(export_checkpoint(args.checkpoint, args.out, args.format, overwrite=args.overwrite))
     return 0
 
 

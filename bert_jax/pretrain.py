@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from jax.sharding import Mesh
 
-from bert_jax import examples, run_file
+from bert_jax import examples, resize, run_file
 from bert_jax.config import BertConfig, PretrainConfig
 from bert_jax.data import EvaluationData, PretrainingData
 from bert_jax.loading import Loaded, load
@@ -135,17 +135,36 @@ def pretrain(
 
 
 def elsewhere(config: PretrainConfig, engine: Engine, shards: Shards) -> Callable[[list[str]], Start] | None:
-    """The start that `[init] from` asks for, a run or a Hugging Face folder; None where it names nothing."""
+    """The start that `[init] from` asks for, a run or another program's folder; None where it names nothing."""
     if not config.init.checkpoint:
         return None
 
     def start(notes: list[str]) -> Start:
         loaded = load(config.init.checkpoint, seed=config.train.seed, say=notes.append)
-        run.check_init(config, loaded.step, loaded.meta, "Hugging Face folder")
+        run.check_init(config, loaded.step, loaded.meta, "folder of another program")
+        if config.init.optimizer != "keep":
+            loaded = _enlarged(loaded, config, shards, notes.append)
         _check_fit(f"[init] from = {config.init.checkpoint!r}", loaded, config, shards)
         return run.start_of_phase(config, engine, loaded.step, lambda: with_padding(loaded.params, config.model), notes)
 
     return start
+
+
+def _enlarged(loaded: Loaded, config: PretrainConfig, shards: Shards, say: Callable[[str], None]) -> Loaded:
+    """The checkpoint with the positions, segments and tokens that this run has more; see `bert_jax.resize`."""
+    model, seed = config.model, config.train.seed
+    sized = resize.resize(
+        loaded.params,
+        loaded.config,
+        loaded.tokenizer,
+        max_position_embeddings=max(model.max_position_embeddings, loaded.config.max_position_embeddings),
+        type_vocab_size=max(model.type_vocab_size, loaded.config.type_vocab_size),
+        say=say,
+    )
+    new = shards.tokenizer
+    if new.digest != sized.tokenizer.digest and resize.extends(new, sized.tokenizer):
+        sized = resize.to_vocabulary(sized.params, sized.config, sized.tokenizer, new, seed=seed, say=say)
+    return dataclasses.replace(loaded, params=sized.params, config=sized.config, tokenizer=sized.tokenizer)
 
 
 def _check_fit(where: str, loaded: Loaded, config: PretrainConfig, shards: Shards) -> None:

@@ -15,7 +15,7 @@ from bert_jax import evaluate as evaluating
 from bert_jax.config import ExamplesConfig
 from bert_jax.data import EvaluationData
 from bert_jax.evaluate import Baselines, baselines, evaluate, table
-from bert_jax.interop import huggingface
+from bert_jax.interop import exports, imports
 from bert_jax.pretrain import make_meta
 from transformer_jax.checkpoint import Checkpoints
 from transformer_jax.config import CheckpointConfig, UserError
@@ -99,10 +99,10 @@ def test_another_vocabulary_or_no_data_is_refused(saved, tmp_path):
     run = str(saved[0] / "run")
     with pytest.raises(UserError, match=r"no prepared data here; say where it lies with --prepared"):
         evaluate(run, prepared=str(tmp_path / "nothing"))
-    huggingface.export_checkpoint(run, tmp_path / "hf")
+    exports.export_checkpoint(run, tmp_path / "hf")
     with pytest.raises(UserError, match=r"hf names no prepared data; .*--prepared DIR, or .* --data RECIPE"):
         evaluate(str(tmp_path / "hf"))
-    huggingface.import_folder(tmp_path / "hf", tmp_path / "imported")
+    imports.import_folder(tmp_path / "hf", tmp_path / "imported")
     with pytest.raises(UserError, match=r"imported names no prepared data; say where it lies with --prepared"):
         evaluate(str(tmp_path / "imported"))
     tiny_run.prepare(tmp_path / "other", vocab=[*tiny_run.VOCAB[:-1], "other"])
@@ -145,8 +145,8 @@ def test_a_hugging_face_folder_has_the_figures_of_the_run_it_came_from(saved, tm
     save(tmp_path / "run", run, as_by_default)
     expected = evaluate(str(tmp_path / "run"))
     assert expected["n/nsp"] > 20
-    huggingface.export_checkpoint(tmp_path / "run", tmp_path / "hf")
-    huggingface.import_folder(tmp_path / "hf", tmp_path / "imported")
+    exports.export_checkpoint(tmp_path / "run", tmp_path / "hf")
+    imports.import_folder(tmp_path / "hf", tmp_path / "imported")
     for name, step in (("hf", None), ("imported", 0)):
         found = evaluate(str(tmp_path / name), prepared=str(folder / "prepared"))
         assert found["step"] == step and found["text"] == "held out"
@@ -163,7 +163,7 @@ def test_a_hugging_face_folder_has_the_figures_of_the_run_it_came_from(saved, tm
 
 def test_heads_that_a_folder_lacks_are_not_scored(saved, tmp_path):
     folder, _ = saved
-    huggingface.export_checkpoint(folder / "run", tmp_path / "hf")
+    exports.export_checkpoint(folder / "run", tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
     tensors = load_file(file)
     save_file({k: v for k, v in tensors.items() if "pooler" not in k and "seq_relationship" not in k}, file)
@@ -175,7 +175,7 @@ def test_heads_that_a_folder_lacks_are_not_scored(saved, tmp_path):
 
 
 def test_without_prepared_data_the_baselines_are_those_of_the_evaluated_text(saved, tmp_path):
-    huggingface.export_checkpoint(saved[0] / "run", tmp_path / "hf")
+    exports.export_checkpoint(saved[0] / "run", tmp_path / "hf")
     recipe = write_text(tmp_path)
     found = evaluate(str(tmp_path / "hf"), recipe=recipe)
     assert found["baselines_fitted_on"] == "the evaluated text itself"

@@ -14,7 +14,8 @@ from tiny_bert import random_params, random_tensors, tiny_config, tiny_tokenizer
 
 from bert_jax import loading
 from bert_jax.config import BertConfig, PretrainConfig
-from bert_jax.interop import huggingface
+from bert_jax.interop import huggingface, imports
+from bert_jax.interop.probe import probe_batch
 from bert_jax.task import PretrainingTask
 from transformer_jax import config as config_module
 from transformer_jax import optim, train
@@ -205,13 +206,13 @@ def swap_pieces(folder: Path, config: BertConfig) -> None:
 def test_an_export_that_reads_back_otherwise_leaves_nothing(tmp_path, tokenizer, monkeypatch, damage, message):
     """C011."""
     config = tiny_config(vocab_size=tokenizer.vocab_size)
-    write = huggingface._write
+    write = huggingface.write
 
-    def write_and_damage(folder, params, config, *rest):
-        write(folder, params, config, *rest)
+    def write_and_damage(folder, tensors, config, *rest):
+        write(folder, tensors, config, *rest)
         damage(folder, config)
 
-    monkeypatch.setattr(huggingface, "_write", write_and_damage)
+    monkeypatch.setattr(huggingface, "write", write_and_damage)
     with pytest.raises(UserError, match=message):
         exported(tmp_path, config, tokenizer)
     assert not list(tmp_path.iterdir())
@@ -382,7 +383,7 @@ def test_an_imported_run_exports_the_same_tensors_and_token_ids(tmp_path, with_l
     source, _ = exported(tmp_path, config, tokenizer)
     if not with_library_file:
         (source / "tokenizer.json").unlink()
-    run = huggingface.import_folder(source, tmp_path / "run")
+    run = imports.import_folder(source, tmp_path / "run")
     assert sorted(p.name for p in run.iterdir()) == ["checkpoints", "config.toml", "tokenizer"]
     loaded = loading.load(run)
     assert loaded.step == 0 and loaded.tokenizer.encode("Hello World É") == tokenizer.encode("Hello World É")
@@ -400,18 +401,18 @@ def test_import_draws_heads_only_when_told_and_leaves_nothing_when_it_fails(tmp_
     tensors = load_file(source / "model.safetensors")
     save_file({n: v for n, v in tensors.items() if n.startswith("bert.")}, source / "model.safetensors")
     with pytest.raises(UserError, match=r"missing: cls\..*with a seed"):
-        huggingface.import_folder(source, tmp_path / "run", seed=None)
+        imports.import_folder(source, tmp_path / "run", seed=None)
     assert not (tmp_path / "run").exists()
     said: list[str] = []
-    huggingface.import_folder(source, tmp_path / "run", seed=1, say=said.append)
+    imports.import_folder(source, tmp_path / "run", seed=1, say=said.append)
     assert "mlm, nsp" in said[0]
     with pytest.raises(UserError, match="is in use"):
-        huggingface.import_folder(source, tmp_path / "run", seed=1)
+        imports.import_folder(source, tmp_path / "run", seed=1)
 
 
 def training_batch(config):
     """Two pairs that differ in their second side: the first is next (0), the second is not (1)."""
-    batch = {name: value[:1].repeat(2, axis=0) for name, value in huggingface.probe_batch(config).items()}
+    batch = {name: value[:1].repeat(2, axis=0) for name, value in probe_batch(config).items()}
     second = batch["token_type_ids"] == 1
     batch["input_ids"][1] = np.where(second[1], (batch["input_ids"][1] + 11) % config.vocab_size, batch["input_ids"][1])
     rows, picks = batch["masked_lm_positions"].shape

@@ -8,6 +8,7 @@ import pytest
 from tiny_bert import random_params, tiny_config, tiny_tokenizer
 
 from bert_jax.interop import huggingface
+from bert_jax.interop.probe import SAMPLE_TEXTS, probe_batch
 from bert_jax.model import BertForPreTraining
 
 pytestmark = pytest.mark.torch
@@ -28,7 +29,7 @@ def torch_logits(model, config) -> dict[str, np.ndarray]:
     """Both logits on the pairs of `probe_batch`, in our layout."""
     import torch
 
-    batch = huggingface.probe_batch(config)
+    batch = probe_batch(config)
     with torch.no_grad():
         out = model(
             input_ids=torch.tensor(batch["input_ids"]).long(),
@@ -152,7 +153,7 @@ def test_the_exported_tokenizer_gives_our_ids(tmp_path, lowercase):
     config = tiny_config(vocab_size=tokenizer.vocab_size)
     out = huggingface.export(random_params(config), config, tokenizer, tmp_path / "out")
     theirs = transformers.AutoTokenizer.from_pretrained(out)
-    texts = ["Hello World É", "héllo WORLD, the 深度!", "a" * 150, "a" * 201, *huggingface.SAMPLE_TEXTS]
+    texts = ["Hello World É", "héllo WORLD, the 深度!", "a" * 150, "a" * 201, *SAMPLE_TEXTS]
     for text in texts:
         assert theirs(text, add_special_tokens=False)["input_ids"] == tokenizer.encode(text), text
     assert (tokenizer.encode("HELLO") == tokenizer.encode("hello")) is lowercase
@@ -202,10 +203,10 @@ def test_models_without_all_heads_that_transformers_saves_are_read(tmp_path, kin
     model = getattr(transformers, kind)(transformers.BertConfig(**settings))
     model.save_pretrained(tmp_path / "theirs")
     tokenizer.save(tmp_path / "theirs")
-    folder = huggingface.open_folder(tmp_path / "theirs", seed=0)
-    assert folder.drawn == (("pooler", "nsp") if kind == "BertForMaskedLM" else ("mlm", "nsp"))
+    params, drawn = huggingface.read(tmp_path / "theirs").pretraining(0, print)
+    assert drawn == (("pooler", "nsp") if kind == "BertForMaskedLM" else ("mlm", "nsp"))
     words = model.get_input_embeddings().weight.detach().numpy()
-    np.testing.assert_array_equal(folder.params["embeddings"]["word"]["embedding"][: config.vocab_size], words)
+    np.testing.assert_array_equal(params["embeddings"]["word"]["embedding"][: config.vocab_size], words)
 
 
 def test_label_0_means_is_next_in_pytorch_too(tmp_path):
@@ -213,7 +214,7 @@ def test_label_0_means_is_next_in_pytorch_too(tmp_path):
     tokenizer = tiny_tokenizer()
     config = tiny_config(vocab_size=tokenizer.vocab_size)
     params = random_params(config)
-    batch = huggingface.probe_batch(config)
+    batch = probe_batch(config)
     apply = jax.jit(BertForPreTraining(config).apply)
     pooled_BH = np.asarray(apply({"params": params}, **batch)["pooled_output_BSH"])[:, 0]
     labels_B = np.array([0, 1, 1, 0])

@@ -13,7 +13,7 @@ from tiny_bert import random_params, tiny_config, tiny_tokenizer
 
 import bert_jax
 from bert_jax import loading
-from bert_jax.interop import huggingface
+from bert_jax.interop import exports, imports
 from transformer_jax import config as core
 from transformer_jax.checkpoint import Checkpoints
 from transformer_jax.config import CheckpointConfig, UserError
@@ -60,7 +60,7 @@ def test_each_step_exports_and_loads_as_what_it_was(run, tmp_path):
     folder = run[0]
     for step in (0, 10, 20):
         loaded = bert_jax.load(f"{folder}@{step}")
-        out = huggingface.export_checkpoint(f"{folder}@{step}", tmp_path / str(step))
+        out = exports.export_checkpoint(f"{folder}@{step}", tmp_path / str(step))
         again = bert_jax.load(out)
         assert again.step is None and again.drawn == ()
         jax.tree.map(np.testing.assert_array_equal, again.params, loaded.params)
@@ -81,7 +81,7 @@ def test_the_five_lines_of_the_docstring_work(run):
 
 
 def test_heads_that_a_folder_lacks_are_drawn_and_named(run, tmp_path):
-    out = huggingface.export_checkpoint(run[0], tmp_path / "out")
+    out = exports.export_checkpoint(run[0], tmp_path / "out")
     tensors = load_file(out / "model.safetensors")
     save_file({n: v for n, v in tensors.items() if "cls.seq" not in n}, out / "model.safetensors")
     said: list[str] = []
@@ -89,9 +89,9 @@ def test_heads_that_a_folder_lacks_are_drawn_and_named(run, tmp_path):
     assert said == ["drawn at random with seed 0, since the source has none: nsp"]
     with pytest.raises(UserError, match="2 missing"):
         loading.load(out, seed=None)
-    imported = huggingface.import_folder(out, tmp_path / "run", say=said.append)
+    imported = imports.import_folder(out, tmp_path / "run", say=said.append)
     assert loading.load(imported).drawn == ("nsp",)
-    card = (huggingface.export_checkpoint(imported, tmp_path / "again") / "README.md").read_text()
+    card = (exports.export_checkpoint(imported, tmp_path / "again") / "README.md").read_text()
     assert "| never trained | nsp: random numbers |" in card
 
 

@@ -11,7 +11,7 @@ import tiny_run
 
 from bert_jax import pretrain as pretraining
 from bert_jax.config import DataConfig
-from bert_jax.interop import huggingface
+from bert_jax.interop import exports, imports
 from bert_jax.pretrain import pretrain
 from bert_jax.run_file import check_resume, load_run
 from bert_jax.run_page import write_run_page
@@ -90,7 +90,7 @@ def test_licence_and_language_of_a_recipe_reach_checkpoint_and_model_card(tmp_pa
     params = sharding.unbox(task.init(jax.random.key(0)))
     with contextlib.closing(checkpoint.Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig())) as saved:
         saved.save(1, {"params": params}, {}, meta)
-    huggingface.export_checkpoint(tmp_path / "run", tmp_path / "hf")
+    exports.export_checkpoint(tmp_path / "run", tmp_path / "hf")
     card = (tmp_path / "hf" / "README.md").read_text()
     assert "| licence of the text | CC0-1.0 |" in card and 'language: "en"' in card
     before = shards.fingerprint
@@ -236,7 +236,7 @@ def test_a_start_from_another_model_or_vocabulary_is_refused(phase_1, tmp_path):
 
 
 def test_a_start_from_a_hugging_face_folder(phase_1, tmp_path):
-    huggingface.export_checkpoint(phase_1[0] / "run", tmp_path / "hf")
+    exports.export_checkpoint(phase_1[0] / "run", tmp_path / "hf")
     config = phase_2(phase_1, tmp_path, checkpoint=str(tmp_path / "hf"))
     begun, engine = start(config)
     assert_same(begun.state.params["encoder"], phase_1[2].state.params["encoder"])
@@ -248,14 +248,14 @@ def test_a_start_from_a_hugging_face_folder(phase_1, tmp_path):
     assert np.array_equal(word[:61], phase_1[2].state.params["embeddings"]["word"]["embedding"][:61])
     assert not np.any(word[61:]) and not np.any(bias[61:])
     for wrong in ({"optimizer": "keep"}, {"schedule": "continue"}):
-        with pytest.raises(ConfigError, match="is a Hugging Face folder: it has no optimizer to keep"):
+        with pytest.raises(ConfigError, match="is a folder of another program: it has no optimizer to keep"):
             start(phase_2(phase_1, tmp_path, checkpoint=str(tmp_path / "hf"), **wrong))
 
 
 def test_an_imported_run_has_no_training_to_go_on_with(phase_1, tmp_path):
     """It is where another run starts from; its optimizer cannot be kept."""
-    huggingface.export_checkpoint(phase_1[0] / "run", tmp_path / "hf")
-    run = str(huggingface.import_folder(tmp_path / "hf", tmp_path / "imported"))
+    exports.export_checkpoint(phase_1[0] / "run", tmp_path / "hf")
+    run = str(imports.import_folder(tmp_path / "hf", tmp_path / "imported"))
     with pytest.raises(ConfigError, match=r"holds an imported model .* with \[init\] from = "):
         pretrain(dataclasses.replace(phase_1[1], run_dir=run), force=True)
     with pytest.raises(ConfigError, match=r'has no optimizer to keep, so say optimizer = "reset"'):

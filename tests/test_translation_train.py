@@ -14,7 +14,7 @@ import tiny_bert
 import tiny_run
 import tiny_translation_run as tiny
 
-from bert_jax.interop import huggingface
+from bert_jax.interop import huggingface, imports
 from transformer_jax import checkpoint, sharding
 from transformer_jax import config as core
 from transformer_jax.config import ConfigError, UserError
@@ -212,7 +212,7 @@ def bert(tmp_path_factory):
     config = tiny_bert.tiny_config(vocab_size=tokenizer.vocab_size, num_hidden_layers=1)
     params = tiny_bert.random_params(config)
     huggingface.export(params, config, tokenizer, folder / "hf")
-    huggingface.import_folder(folder / "hf", folder / "run")
+    imports.import_folder(folder / "hf", folder / "run")
     return folder, config, tokenizer, params
 
 

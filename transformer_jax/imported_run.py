@@ -13,7 +13,7 @@ import numpy as np
 
 from transformer_jax import config as core
 from transformer_jax.checkpoint import Checkpoints, read_params
-from transformer_jax.config import UserError
+from transformer_jax.config import CheckpointConfig, UserError
 from transformer_jax.named_trees import flat
 from transformer_jax.new_folder import new_folder
 
@@ -54,7 +54,7 @@ def write(
 
     Args:
       source: where the model comes from; its last part is kept in the checkpoint.
-      config: of a run of pretraining or translation, `run_dir` and all.
+      config: what goes into `config.toml`, a dataclass or nested dictionary with `run_dir` and the model's settings.
       params: nested dict of numpy arrays.
       naming: version of the parameters' naming scheme.
       more_meta: stored with the checkpoint besides.
@@ -80,7 +80,7 @@ def write(
     with new_folder(run_dir) as folder:
         (folder / "config.toml").write_text(core.dump_toml(config), encoding="utf-8")
         tokenizer.save(folder / "tokenizer")
-        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+        checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
         checkpoints.save(0, jax.tree.map(jnp.asarray, state), {}, meta)
         checkpoints.close()
         stored = flat(read_params(folder)[1])

@@ -1,7 +1,7 @@
 """Our parameters under Hugging Face's names, and back.
 
-The names are those of `BertForPreTraining`; the decoder of the MLM head is tied to the word embeddings, so it has no
-tensor of its own.
+The names are those of `BertForPreTraining`, or of the class that a fine-tuned head belongs to; the decoder of the MLM
+head is tied to the word embeddings, so it has no tensor of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from bert_jax.config import BertConfig
+from bert_jax.heads import HF_CLASSES, HeadConfig
 from transformer_jax import bert_encoder
 from transformer_jax.config import UserError
 from transformer_jax.published_names import Entry, adopt, check_names, dense, norm, publish
@@ -24,13 +25,21 @@ MODEL = "a BERT pretraining model"
 HEADS = {"pooler": "bert.pooler.", "mlm": "cls.predictions.", "nsp": "cls.seq_relationship."}
 """Parts of the tree that a folder may lack, by the start of their published names."""
 
+FINE_TUNED = ("classifier.", "qa_outputs.")
+"""How the names of a fine-tuned head start."""
 
-def entries(config: BertConfig) -> list[Entry]:
-    """Every tensor of the model, in the order of the forward pass."""
+
+def entries(config: BertConfig, head: HeadConfig | None = None) -> list[Entry]:
+    """Every tensor of the pretraining model, or of the model with this head, in the order of the forward pass."""
     hidden, vocab, padded = config.hidden_size, config.vocab_size, config.padded_vocab_size
+    encoder = bert_encoder.entries(config, vocab, padded, config.max_position_embeddings, config.type_vocab_size)
+    pooler = dense("pooler", "bert.pooler.dense", hidden, hidden)
+    if head is not None:
+        name = FINE_TUNED[head.kind == "span"].removesuffix(".")
+        return [*encoder, *(pooler if head.has_pooler else []), *dense("head", name, hidden, head.num_outputs)]
     return [
-        *bert_encoder.entries(config, vocab, padded, config.max_position_embeddings, config.type_vocab_size),
-        *dense("pooler", "bert.pooler.dense", hidden, hidden),
+        *encoder,
+        *pooler,
         *dense("mlm/transform", "cls.predictions.transform.dense", hidden, hidden),
         *norm("mlm/norm", "cls.predictions.transform.LayerNorm", hidden),
         Entry(("mlm", "bias"), "cls.predictions.bias", (vocab,), padded_rows=padded),
@@ -38,11 +47,12 @@ def entries(config: BertConfig) -> list[Entry]:
     ]
 
 
-def to_hf(params: Mapping[str, Any], config: BertConfig) -> dict[str, np.ndarray]:
+def to_hf(params: Mapping[str, Any], config: BertConfig, head: HeadConfig | None = None) -> dict[str, np.ndarray]:
     """The parameters under the names of Hugging Face's `BertForPreTraining`, padding rows of the vocabulary cut off.
 
     Args:
       params: nested dict of arrays without Flax boxes, one subtree per layer.
+      head: that of a fine-tuned model, whose class (`HF_CLASSES`) then gives the names.
 
     Returns:
       float32 arrays in C order, kernels as [out, in]. The tied decoder is left out.
@@ -50,11 +60,16 @@ def to_hf(params: Mapping[str, Any], config: BertConfig) -> dict[str, np.ndarray
     Raises:
       UserError: the tree has other tensors or shapes than `config` says.
     """
-    return publish(params, entries(config), MODEL)
+    return publish(params, entries(config, head), _model(head))
 
 
 def from_hf(
-    tensors: Mapping[str, np.ndarray], config: BertConfig, *, seed: int | None = None, say: Say = _log
+    tensors: Mapping[str, np.ndarray],
+    config: BertConfig,
+    *,
+    head: HeadConfig | None = None,
+    seed: int | None = None,
+    say: Say = _log,
 ) -> dict[str, Any]:
     """The parameter tree from tensors under Hugging Face's names.
 
@@ -62,6 +77,7 @@ def from_hf(
     padded with zero rows to `config.padded_vocab_size`. A decoder must equal the word embeddings it is tied to.
 
     Args:
+      head: of a fine-tuned model, which then is what the tensors must be, whole.
       seed: draws a pooler, MLM or NSP head that the tensors lack as a whole; None refuses to.
       say: called with one line for whatever was left out, drawn or converted.
 
@@ -70,12 +86,12 @@ def from_hf(
     """
     found = bert_encoder.todays_names(tensors, say)
     _drop_decoder(found)
-    table = entries(config)
-    drawn = _absent_heads(found, table)
+    table = entries(config, head)
+    drawn = () if head else _absent_heads(found, table)
     names = {e.name for e in table}
     if seed is not None:
         names = {name for name in names if not name.startswith(tuple(HEADS[head] for head in drawn))}
-    check_names(names, set(found), "tensors", MODEL)
+    check_names(names, set(found), "tensors", _model(head))
     if drawn and seed is not None:
         say(f"drawn at random with seed {seed}, since the source has none: {', '.join(drawn)}")
 
@@ -86,7 +102,11 @@ def from_hf(
         if entry.name not in found:
             assert seed is not None
             found[entry.name] = _initial(entry, config, (seed, number))
-    return adopt(found, table, MODEL)
+    return adopt(found, table, _model(head))
+
+
+def _model(head: HeadConfig | None) -> str:
+    return MODEL if head is None else f"a {HF_CLASSES[head.kind]}"
 
 
 def absent_heads(tensors: Mapping[str, np.ndarray], config: BertConfig) -> tuple[str, ...]:
