@@ -11,10 +11,10 @@ import numpy as np
 
 from bert_jax.finetune import features, outputs, records, scorers
 from bert_jax.finetune.encoded import Features
-from bert_jax.finetune.entities import entities
+from bert_jax.finetune.entities import mark_entities
 from bert_jax.finetune.forward import Forward
 from bert_jax.finetune.outputs import Predictions
-from bert_jax.finetune.records import Example, Records
+from bert_jax.finetune.records import Records
 from bert_jax.finetune.task_file import TaskConfig, splits
 from bert_jax.heads import HeadConfig
 from transformer_jax.config import ConfigError, UserError, nearest
@@ -138,7 +138,7 @@ def figure_names(task: TaskConfig) -> tuple[str, ...]:
         with_f1 = ("f1",) if len(task.labels) == 2 or task.positive else ()
         return ("accuracy", *with_f1, "macro_f1", "matthews", "loss", "n")
     if task.kind == "tagging":
-        of_entities = ("f1", "precision", "recall", "macro_f1", "strict_f1") if _mark_entities(task.labels) else ()
+        of_entities = ("f1", "precision", "recall", "macro_f1", "strict_f1") if mark_entities(task.labels) else ()
         return (*of_entities, "accuracy", "loss", "n")
     if task.kind == "span":
         return ("f1", "exact", "loss", "n")
@@ -147,14 +147,6 @@ def figure_names(task: TaskConfig) -> tuple[str, ...]:
         "regression": ("pearson_spearman", "pearson", "spearman", "mse", "loss", "n"),
         "choice": ("accuracy", "loss", "n"),
     }[task.kind]
-
-
-def _mark_entities(labels: Sequence[str]) -> bool:
-    try:
-        entities(labels)
-    except UserError:
-        return False
-    return True
 
 
 def figures(
@@ -181,9 +173,8 @@ def figures(
     elif head.kind == "regression":
         assert found.numbers is not None
         out = scorers.regression_scores(np.array([e.label for e in examples], np.float64), found.numbers)
-        out["pearson_spearman"] = (out["pearson"] + out["spearman"]) / 2
     elif head.kind == "tagging":
-        out = _tag_figures(task, examples, found)
+        out = scorers.tagging_scores([e.tags or () for e in examples], found.tags)
     elif head.kind == "choice":
         out = {"accuracy": scorers.accuracy(np.array([int(str(e.label)) for e in examples]), found.classes())}
     else:
@@ -191,16 +182,6 @@ def figures(
     out |= {"loss": loss, "n": float(len(examples))}
     names = figure_names(task)
     return {k: out[k] for k in (*names, *(k for k in out if k not in names))}
-
-
-def _tag_figures(task: TaskConfig, examples: Sequence[Example], found: Predictions) -> dict[str, float]:
-    true = [e.tags or () for e in examples]
-    pairs = [(a, b) for ours, theirs in zip(true, found.tags, strict=True) for a, b in zip(ours, theirs, strict=True)]
-    out: dict[str, float] = {}
-    if _mark_entities(task.labels):
-        out = dict(scorers.entity_scores(true, found.tags))
-        out["strict_f1"] = scorers.entity_scores(true, found.tags, "iob2")["f1"]
-    return out | {"accuracy": sum(a == b for a, b in pairs) / max(len(pairs), 1)}
 
 
 def span_figures(task: TaskConfig, found: Predictions, threshold: float | None) -> dict[str, float]:
