@@ -129,8 +129,9 @@ def test_a_file_without_examples_is_an_error(tmp_path: Path) -> None:
 
 def test_an_id_that_stands_twice_is_refused(tmp_path: Path) -> None:
     name = write(tmp_path / "x.tsv", "id\ttext\tlabel\n7\ta\tx\n8\tb\tx\n7\tc\tx\n")
-    with pytest.raises(UserError, match="the id '7' is there twice, at lines 2 and 4"):
-        records.read(task(tmp_path, columns={"id": "id"}), name)
+    for labelled in (True, False):
+        with pytest.raises(UserError, match="the id '7' is there twice, at lines 2 and 4"):
+            records.read(task(tmp_path, columns={"id": "id"}), name, labelled)
 
 
 # --- labels

@@ -105,6 +105,7 @@ def read(task: TaskConfig, name: str, labelled: bool = True) -> Records:
         if problems:
             line, what = problems[0]
             raise UserError(f"{where}: line {line} has {what}; each line is to have a prediction, so mend or remove it")
+        _refuse_twice(examples, where)
         return Records(where, tuple(map(_without_label, examples)))
     if task.kind == "span":
         examples, found = _checked_answers(examples, task.span.version_2, where)

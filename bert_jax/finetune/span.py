@@ -39,7 +39,8 @@ def encode(
     that is where the file says; both 0 in windows that do not hold all of it, and for questions without an answer.
 
     Args:
-      training: leave out examples that have an answer, but none that can be found in the context.
+      training: leave out examples that have an answer, but none that can be found in the context; and what `decode`
+        needs.
 
     Raises:
       UserError: the question leaves no room for the context.
@@ -77,18 +78,19 @@ def encode(
             place = tuple(p - a + len(asked) + 2 for p in answer) if inside and answer[0] >= 0 else (0, 0)
             layouts.append((len(asked) + 2, offsets_P2[a:b], owner, (place[0], place[1])))
     index_N = np.array([row.example for row in rows], np.int32)
+    arrays = lay_out(rows, tokenizer, length)
+    if labelled:
+        places_N2 = np.array([place for *_, place in layouts], np.int32).reshape(-1, 2)
+        arrays |= {"start": places_N2[:, 0].copy(), "end": places_N2[:, 1].copy()}
+    found = Features(arrays, index_N, len(examples), tuple(cut), tuple(left_out))
+    if training:
+        return found  # nothing is decoded, and places take half as much memory again
     offsets_NL2 = np.full((len(rows), length, 2), -1, np.int32)
     owner_NL = np.zeros((len(rows), length), bool)
     for n, (first, offsets, owner, _) in enumerate(layouts):
         offsets_NL2[n, first : first + len(offsets)] = offsets
         owner_NL[n, first : first + len(owner)] = owner
-    arrays = lay_out(rows, tokenizer, length)
-    if labelled:
-        places_N2 = np.array([place for *_, place in layouts], np.int32).reshape(-1, 2)
-        arrays |= {"start": places_N2[:, 0].copy(), "end": places_N2[:, 1].copy()}
-    return Features(
-        arrays, index_N, len(examples), tuple(cut), tuple(left_out), offsets_NL2=offsets_NL2, owner_NL=owner_NL
-    )
+    return dataclasses.replace(found, offsets_NL2=offsets_NL2, owner_NL=owner_NL)
 
 
 def _contexts(examples: Sequence[Example], tokenizer: WordPiece) -> dict[str, tuple[list[int], np.ndarray]]:
