@@ -140,7 +140,8 @@ class Reporter:
         self._write({"step": step, "split": "heldout"} | values)
         means = "  ".join(f"{k} {v:.4g}" for k, v in values.items() if not k.startswith("n/"))
         counts = {k[2:]: v for k, v in values.items() if k.startswith("n/") and f"{k[2:]}_loss" in values}
-        self.line(f"step {step}  held out: {means}  (n: {', '.join(f'{k} {v:.0f}' for k, v in counts.items())})")
+        shown = f"  (n: {', '.join(f'{k} {v:.0f}' for k, v in counts.items())})" if counts else ""
+        self.line(f"step {step}  held out: {means}{shown}")
 
     def line(self, text: str) -> None:
         """A line for people, on standard error and in log.txt."""

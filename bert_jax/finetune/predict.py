@@ -132,7 +132,7 @@ def predict(
             assert out is not None
             answers = tuple(itertools.chain.from_iterable(p.answers for p in kept))
             Path(out).parent.mkdir(parents=True, exist_ok=True)
-            for path in outputs.write_spans(Path(out), task, Predictions((), answers=answers), limit):
+            for path in outputs.write_spans(Path(out), Predictions((), answers=answers), limit):
                 say(f"written: {path}")
     for line in predictor.report(where):
         say(line)

@@ -235,3 +235,14 @@ def table(results: dict[str, Any]) -> str:
     for name, matrix in chosen.get("confusion", {}).items():
         lines += ["", f"{name}: confusion matrix (rows: true, columns: predicted)", *evaluation.matrix_lines(matrix)]
     return "\n".join(lines)
+
+
+def figures_table(found: dict[str, Any]) -> str:
+    """What `predict.evaluate` gives, for people."""
+    lines = [f"{found['checkpoint']}, step {found['step']}, on {found['task']}"]
+    for name, figures in found["dev"].items():
+        shown = "  ".join(f"{k} {v:.4f}" for k, v in figures.items() if k != "n")
+        lines.append(f"{name}: {shown}  (n {figures['n']:.0f})")
+    for name, matrix in found.get("confusion", {}).items():
+        lines += ["", f"{name}: confusion matrix (rows: true, columns: predicted)", *evaluation.matrix_lines(matrix)]
+    return "\n".join(lines)
