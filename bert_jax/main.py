@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformer_jax import command
 from transformer_jax.command import json_line
@@ -16,7 +17,7 @@ from transformer_jax.config import UserError
 
 DESCRIPTION = "Pretrain BERT from your own text, go on after any stop, and take the model elsewhere."
 CHECKPOINT = "a run folder (its newest step that verifies), RUN@STEP, or a Hugging Face or TensorFlow 1 folder"
-FORMATS = ("huggingface", "tf1")
+FORMATS = ("huggingface", "onnx", "tf1")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
     sub.add_argument("out", metavar="OUT", help="the folder to write; it must not exist, or be empty")
     sub.add_argument("--format", choices=FORMATS, default="huggingface")
+    sub.add_argument("--int8", action="store_true", help="of onnx: a second file with 8-bit weights, its loss measured")
     sub.add_argument("--overwrite", action="store_true", help="replace a folder that is there")
 
     command.add_plan(commands, _plan)
@@ -206,7 +208,10 @@ def _import(args: argparse.Namespace, rest: list[str]) -> int:
 def _export(args: argparse.Namespace, rest: list[str]) -> int:
     from bert_jax.interop.exports import export_checkpoint
 
-    print(export_checkpoint(args.checkpoint, args.out, args.format, overwrite=args.overwrite))
+    options: dict[str, Any] = {"int8": True} if args.int8 else {}
+    if options and args.format != "onnx":
+        raise UserError(f"--int8 is of --format onnx, and the format is {args.format}")
+    print(export_checkpoint(args.checkpoint, args.out, args.format, overwrite=args.overwrite, **options))
     return 0
 
 

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from bert_jax.interop import huggingface, tf1
+from bert_jax.interop import huggingface, onnx_folder, tf1
 from bert_jax.interop.huggingface_names import Say
 from bert_jax.loading import Stored, read
 from transformer_jax import checkpoint as checkpoints
 from transformer_jax.config import UserError
 from transformer_jax.report import read_records
 
-Format = Literal["huggingface", "tf1"]
-FORMATS: tuple[Format, ...] = ("huggingface", "tf1")
+Format = Literal["huggingface", "onnx", "tf1"]
+FORMATS: tuple[Format, ...] = ("huggingface", "onnx", "tf1")
 _log = logging.getLogger(__name__).warning
 
 
@@ -36,7 +36,7 @@ def export_checkpoint(
         its head.
       extra_card: facts for the model card, see `bert_jax.interop.model_card`; they come before those of the checkpoint.
       overwrite: replace an earlier export of this format.
-      options: of the format's own `export`.
+      options: of the format's own `export`: `int8` (onnx).
 
     Returns:
       `out`.
@@ -51,6 +51,8 @@ def export_checkpoint(
     settings: dict[str, Any] = {"head": found.head, "extra_card": facts, "overwrite": overwrite, **options}
     if form == "huggingface":
         return huggingface.export(*arguments, **settings)
+    if form == "onnx":
+        return onnx_folder.export(*arguments, say=say, **settings)
     if form == "tf1":
         return tf1.export(*arguments, **settings)
     raise UserError(f"no format {form!r}; there are {', '.join(FORMATS)}")
