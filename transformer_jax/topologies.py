@@ -158,7 +158,7 @@ def pod(name: str, chips_per_host: int = 0, slices: int = 1) -> Pod:
     if per_host != usual:
         eights = generation in ("v5e", "v6e") and chips % 8 == 0
         if per_host != 8 or not eights:
-            raise UserError(f"--chips-per-host {per_host}: hosts of {asked} have {usual}" + " chips, or 8" * eights)
+            raise UserError(f"--chips-per-host {per_host}: hosts of {asked} have {usual} chips{', or 8' * eights}")
         arguments["chips_per_host_bounds"] = (2, 4, 1)
     elif chips == 1:
         arguments["chips_per_host_bounds"] = (1, 1, 1)
