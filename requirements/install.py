@@ -1,10 +1,10 @@
 """Make a virtual environment with what this project needs, pinned and hashed; `make` calls it.
 
-    python requirements/install.py FOLDER users|tests|development|ct2
+    python requirements/install.py FOLDER users|tests|development|ct2|tpu
 
-users is what running needs; tests adds what the tests need but for PyTorch; development adds PyTorch. ct2 makes nothing
-new: it adds CTranslate2 to an environment of users. Says first how much it will download. pip's own settings hold, so
-an index or a folder named there is used.
+users is what running needs; tests adds what the tests need but for PyTorch; development adds PyTorch. ct2 and tpu make
+nothing new: they add CTranslate2, or the TPU compiler (Linux on x86-64 alone), to an environment that is there. Says
+first how much it will download. pip's own settings hold, so an index or a folder named there is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import sys
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).resolve().parent
-SETS = {"users": "py{}.txt", "tests": "dev-py{}.txt", "development": "dev-py{}.txt", "ct2": "ct2-py{}.txt"}
+SETS = {"users": "py{}.txt", "tests": "dev-py{}.txt", "development": "dev-py{}.txt"}
+ADDED = {"ct2": ("ct2-py{}.txt", "CTranslate2"), "tpu": ("tpu-py{}.txt", "the TPU compiler")}
 HASHED = ("install", "--quiet", "--no-compile", "--require-hashes")
 
 
@@ -50,16 +51,16 @@ def torch_file(python: Path) -> str:
 
 
 def main() -> None:
-    if len(sys.argv) != 3 or sys.argv[2] not in SETS:
+    if len(sys.argv) != 3 or sys.argv[2] not in (*SETS, *ADDED):
         raise SystemExit(__doc__)
     folder, which = Path(sys.argv[1]).resolve(), sys.argv[2]
     version = ".".join(map(str, sys.version_info[:2]))
     short = version.replace(".", "")
-    file = SETS[which].format(short)
+    file = (SETS[which] if which in SETS else ADDED[which][0]).format(short)
     if not (REQUIREMENTS / file).exists():
         raise SystemExit(f"Python {version} at {sys.executable} has no requirements/{file}; use Python 3.11 or 3.12.")
-    if which == "ct2":
-        print(f"Adding CTranslate2 to {folder.name}: downloads about {megabytes(file)} MB.", flush=True)
+    if which in ADDED:
+        print(f"Adding {ADDED[which][1]} to {folder.name}: downloads about {megabytes(file)} MB.", flush=True)
         pip(folder / "bin" / "python", *HASHED, "--no-deps", "-r", str(REQUIREMENTS / file))
         return
     if importlib.util.find_spec("ensurepip") is None:

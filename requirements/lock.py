@@ -31,6 +31,7 @@ PLATFORMS = {
     "Linux aarch64": "aarch64-manylinux_2_28",
     "macOS arm64": "aarch64-apple-darwin",
 }
+TPU_TARGET = "x86_64-manylinux_2_31"
 CUDA_ONLY = re.compile(r"nvidia-|cuda-|triton$")
 
 # SHA-256 of PyTorch's CPU builds for Linux (x86_64, aarch64 for each Python), as PyTorch's index publishes them. The
@@ -71,11 +72,20 @@ def chosen(package: dict[str, Any], python: str) -> list[dict[str, Any]]:
 
 
 def resolve(
-    python: str, platform: str, groups: tuple[str, ...], constraints: Path | None, extras: tuple[str, ...] = ()
+    python: str,
+    platform: str,
+    groups: tuple[str, ...],
+    constraints: Path | None,
+    extras: tuple[str, ...] = (),
+    target: str = "",
 ) -> dict[str, Pin]:
-    """What one Python on one platform needs for the project, the named dependency groups and extras."""
+    """What one Python on one platform needs for the project, the named dependency groups and extras.
+
+    Args:
+      target: the platform as uv names it, where that is not the one of PLATFORMS.
+    """
     command = ["uv", "pip", "compile", "pyproject.toml", "--format", "pylock.toml", "--quiet", "--no-header"]
-    command += ["--python-version", python, "--python-platform", PLATFORMS[platform]]
+    command += ["--python-version", python, "--python-platform", target or PLATFORMS[platform]]
     command += [f"--group={group}" for group in groups] + [f"--extra={extra}" for extra in extras]
     if constraints:
         command += ["--constraint", str(constraints)]
@@ -138,6 +148,10 @@ def main() -> None:
             with_ct2 = merge(*(resolve(python, platform, (), fixed, ("ct2",)) for platform in PLATFORMS))
             more = {name: pin for name, pin in with_ct2.items() if name not in runtime and not apart(name)}
             write(f"ct2-{short}.txt", f"Python {python}: what the extra ct2 adds to {short}.txt.", more)
+            # The TPU compiler is built for one platform only, and for newer ones of its kind.
+            with_tpu = resolve(python, "Linux x86_64", (), fixed, ("tpu",), TPU_TARGET)
+            more = {name: pin for name, pin in with_tpu.items() if name not in runtime}
+            write(f"tpu-{short}.txt", f"Python {python}: what the extra tpu adds to {short}.txt, on Linux alone.", more)
             everything = [resolve(python, platform, ("build", "dev", "torch"), fixed) for platform in PLATFORMS]
             torch_sets += [{name: pin for name, pin in pins.items() if apart(name)} for pins in everything]
             development = {name: pin for name, pin in merge(*everything).items() if not apart(name)}
