@@ -286,6 +286,16 @@ def test_all_choices_of_a_window_see_the_same_part_of_the_text() -> None:
     assert sequence.pool(np.float32([[1, 2], [3, 0], [0, 1]]), found.example_index_N, 1, "max").tolist() == [[3, 2]]
 
 
+def test_a_choice_too_long_for_a_window_is_cut_to_half_of_the_room_unless_the_text_is_short() -> None:
+    settings = InputsConfig(max_seq_length=13, long_text="windows", stride=6)
+    long = Example("0", 4, letters(9), None, "0", choices=(letters(8, "n"), "n"))
+    found = choice.encode([long], TOKENIZER, settings)
+    assert found.cut == (Cut(4, 3, "pieces of the text"),) and len(found.example_index_N) == 2
+    short = Example("0", 4, letters(2), None, "0", choices=(letters(12, "n"), "n"))
+    found = choice.encode([short], TOKENIZER, settings)
+    assert found.cut == (Cut(4, 4, "pieces of the text"),) and len(found.example_index_N) == 1
+
+
 def test_long_reports_name_the_first_lines_only() -> None:
     examples = [Example(str(i), i, letters(20)) for i in range(1, 15)]
     found = sequence.encode(examples, TOKENIZER, InputsConfig(max_seq_length=16), labelled=False)

@@ -165,6 +165,9 @@ def test_prediction_never_reads_labels(tmp_path: Path) -> None:
     found = records.read(task(tmp_path, "span"), squad, labelled=False)
     assert [(e.id, e.text_a, e.text_b, e.answers) for e in found.examples] == [("1", "q", "c", ()), ("2", "r", "c", ())]
     assert not found.problems
+    marked = {"id": "1", "question": "q", "is_impossible": True}
+    squad = write(tmp_path / "s.json", json.dumps({"data": [{"paragraphs": [{"context": "c", "qas": [marked]}]}]}))
+    assert not records.read(task(tmp_path, "span"), squad, labelled=False).examples[0].is_impossible
 
 
 def test_numbers_sets_of_labels_and_labels_that_are_numbers(tmp_path: Path) -> None:
@@ -304,6 +307,8 @@ def test_places_of_answers_are_code_points_of_the_context_and_mismatches_are_rep
         (2, "the answer 'Bern' is not at 3: 'e\\r\\nw' is"),
     )
     assert "2 problems" in found.report()
+    name = squad(tmp_path / "y.json", "Ann ran", question("a", ("ra", -3)))
+    assert records.read(task(tmp_path, "span"), name).examples[0].answers == (("ra", -1),)
 
 
 def test_questions_without_answers_need_version_2(tmp_path: Path) -> None:

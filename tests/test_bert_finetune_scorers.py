@@ -279,9 +279,13 @@ def test_the_best_threshold_is_the_official_one_and_the_scores_at_it_are_as_said
 
 
 def test_equal_null_scores_are_never_parted_by_the_threshold() -> None:
-    golds = {"1": ["x"], "2": [], "3": ["x"]}
+    golds: dict[str, list[str]] = {"1": ["x"], "2": [], "3": []}
     found = scorers.squad_scores(dict.fromkeys(golds, "x"), golds, True, dict.fromkeys(golds, 0.25))
-    assert found["best_f1"] == found["f1"] == pytest.approx(2 / 3) and found["threshold"] == 0.25
+    assert found["best_f1"] == found["f1"] == pytest.approx(2 / 3) and found["threshold"] < 0.25
+    golds["3"] = ["x"]
+    golds["4"] = ["x"]
+    found = scorers.squad_scores(dict.fromkeys(golds, "x"), golds, True, dict.fromkeys(golds, 0.25))
+    assert found["best_f1"] == found["f1"] == 0.75 and found["threshold"] == 0.25
 
 
 def test_a_set_of_unanswerable_questions_is_best_left_unanswered() -> None:

@@ -64,6 +64,15 @@ def test_the_answer_of_an_uncased_model_has_case_and_accents() -> None:
     assert best.text(None) == "Zürich!"
 
 
+def test_an_answer_between_characters_without_spaces_takes_no_neighbour() -> None:
+    """C034: Chinese, and a part of a word."""
+    for context, answer in (("深度深,度.", ",度"), ("the hello, world", "hello"), ("xyzz", "yz")):
+        one = example(context, answer)
+        found = encoded(one)
+        (best,) = span.decode(oracle(found), found, [one], SpanConfig())
+        assert best.best_text == answer
+
+
 def test_the_layout_is_question_then_context() -> None:
     """C105."""
     found = encoded(example("the world", "world", "hello ."), length=10)

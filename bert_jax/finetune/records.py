@@ -106,7 +106,7 @@ def read(task: TaskConfig, name: str, labelled: bool = True) -> Records:
             line, what = problems[0]
             raise UserError(f"{where}: line {line} has {what}; each line is to have a prediction, so mend or remove it")
         _refuse_twice(examples, where)
-        return Records(where, tuple(map(_without_label, examples)))
+        return Records(where, tuple(examples))
     if task.kind == "span":
         examples, found = _checked_answers(examples, task.span.version_2, where)
         problems += found
@@ -297,10 +297,6 @@ def _iob2(task: TaskConfig, tags: Sequence[str], line: int, where: str) -> tuple
         raise UserError(f"{where}: the sentence that starts in line {line}: {e}") from None
 
 
-def _without_label(example: Example) -> Example:
-    return dataclasses.replace(example, label=None, tags=None, answers=(), is_impossible=False)
-
-
 def _refuse_twice(examples: Sequence[Example], where: str) -> None:
     first: dict[str, int] = {}
     for example in examples:
@@ -324,7 +320,7 @@ def _sentences(task: TaskConfig, path: Path, labelled: bool) -> Iterator[Example
 
 def _questions(path: Path, errors: str, labelled: bool) -> Iterator[Example]:
     for number, (context, question) in enumerate(squad_file.questions(path, errors), 1):
-        impossible = bool(question.get("is_impossible", False))
+        impossible = labelled and bool(question.get("is_impossible", False))
         answers = () if impossible or not labelled else _answers(question.get("answers"), number, str(path))
         key = str(question.get("id", number - 1))
         yield Example(key, number, question["question"], context, answers=answers, is_impossible=impossible)
