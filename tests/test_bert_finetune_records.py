@@ -332,6 +332,15 @@ def test_a_squad_file_of_another_form_is_named(tmp_path: Path) -> None:
         records.read(task(tmp_path, "span"), "y.json")
 
 
+@pytest.mark.parametrize("name", ["x.json.gz", "x.tsv.gz"])
+def test_a_gzip_file_cut_in_half_is_noticed(tmp_path: Path, name: str) -> None:
+    """C121."""
+    whole = gzip.compress(b"text\tlabel\n" + bytes(range(33, 120)) * 50)
+    kind = "span" if "json" in name else "classification"
+    with pytest.raises(UserError, match=f"{name}: .*gzip file"):
+        records.read(task(tmp_path, kind), write(tmp_path / name, whole[: len(whole) // 2]))
+
+
 def test_questions_one_a_line(tmp_path: Path) -> None:
     columns = {"id": "id", "text_a": "question", "text_b": "context", "label": "answers"}
     rows = [
