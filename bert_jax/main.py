@@ -17,7 +17,7 @@ from transformer_jax.config import UserError
 
 DESCRIPTION = "Pretrain BERT from your own text, go on after any stop, and take the model elsewhere."
 CHECKPOINT = "a run folder (its newest step that verifies), RUN@STEP, or a Hugging Face or TensorFlow 1 folder"
-FORMATS = ("huggingface", "onnx", "tf1")
+FORMATS = ("huggingface", "onnx", "stablehlo", "tf1", "sentence-transformers")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("out", metavar="OUT", help="the folder to write; it must not exist, or be empty")
     sub.add_argument("--format", choices=FORMATS, default="huggingface")
     sub.add_argument("--int8", action="store_true", help="of onnx: a second file with 8-bit weights, its loss measured")
+    sub.add_argument("--pooling", choices=["mean", "cls"], help="of sentence-transformers (default: mean)")
     sub.add_argument("--overwrite", action="store_true", help="replace a folder that is there")
 
     command.add_plan(commands, _plan)
@@ -209,8 +210,10 @@ def _export(args: argparse.Namespace, rest: list[str]) -> int:
     from bert_jax.interop.exports import export_checkpoint
 
     options: dict[str, Any] = {"int8": True} if args.int8 else {}
-    if options and args.format != "onnx":
-        raise UserError(f"--int8 is of --format onnx, and the format is {args.format}")
+    options |= {"pooling": args.pooling} if args.pooling else {}
+    for option, form in (("int8", "onnx"), ("pooling", "sentence-transformers")):
+        if option in options and args.format != form:
+            raise UserError(f"--{option} is of --format {form}, and the format is {args.format}")
     print(export_checkpoint(args.checkpoint, args.out, args.format, overwrite=args.overwrite, **options))
     return 0
 

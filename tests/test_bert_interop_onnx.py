@@ -8,7 +8,7 @@ import pytest
 from test_bert_interop_heads import HEADS, tuned
 from tiny_bert import random_params, tiny_config, tiny_tokenizer
 
-from bert_jax.interop import huggingface, onnx_folder
+from bert_jax.interop import huggingface, onnx_folder, probe
 from bert_jax.main import main
 from transformer_jax.config import UserError
 
@@ -43,7 +43,7 @@ def test_batch_and_length_are_free_and_a_row_of_padding_is_finite(exported, leng
     """C112: also the outputs of the padding itself."""
     params, config, session, _ = exported
     batch = rows(config, lengths, width)
-    found, expected = onnx_folder.run(session, batch), onnx_folder.reference(params, config, batch)
+    found, expected = onnx_folder.run(session, batch), probe.reference(params, config, batch)
     assert found.keys() == expected.keys() and found["prediction_logits"].shape == (*batch["input_ids"].shape, 69)
     for name, value in expected.items():
         assert np.isfinite(found[name]).all()
@@ -56,7 +56,7 @@ def test_inputs_are_bound_by_name_and_swapping_two_changes_the_result(exported):
     batch = rows(config, (9,), 16)
     batch["token_type_ids"][0] = [0] * 5 + [1] * 4 + [0] * 7
     assert {i.name for i in session.get_inputs()} == batch.keys()
-    found, expected = onnx_folder.run(session, batch), onnx_folder.reference(params, config, batch)
+    found, expected = onnx_folder.run(session, batch), probe.reference(params, config, batch)
     np.testing.assert_allclose(found["prediction_logits"], expected["prediction_logits"], rtol=0, atol=1e-4)
     swapped = batch | {"attention_mask": batch["token_type_ids"], "token_type_ids": batch["attention_mask"]}
     other = onnx_folder.run(session, swapped)["prediction_logits"]
@@ -68,8 +68,8 @@ def test_every_head_gives_our_logits(tmp_path, kind):
     params, config, tokenizer = tuned(HEADS[kind])
     out = onnx_folder.export(params, config, tokenizer, tmp_path / "out", head=HEADS[kind])
     session = onnx_folder.open_session(out / "model.onnx")
-    batch = {name: np.roll(x, 1, axis=0) for name, x in onnx_folder.probe_rows(config).items()}
-    found, expected = onnx_folder.run(session, batch), onnx_folder.reference(params, config, batch, HEADS[kind])
+    batch = {name: np.roll(x, 1, axis=0) for name, x in probe.probe_rows(config).items()}
+    found, expected = onnx_folder.run(session, batch), probe.reference(params, config, batch, HEADS[kind])
     assert list(found) == (["start_logits", "end_logits"] if kind == "span" else ["logits"])
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-4)
@@ -105,7 +105,7 @@ def test_the_command_writes_an_int8_variant_and_says_what_it_costs(exported, tmp
         assert part in card
     small = onnx_folder.open_session(out / "model_int8.onnx")
     batch = rows(config, (9, 5), 9)
-    exact = onnx_folder.reference(params, config, batch)["prediction_logits"]
+    exact = probe.reference(params, config, batch)["prediction_logits"]
     rounded = onnx_folder.run(small, batch)["prediction_logits"]
     assert 1e-5 < np.abs(exact - rounded).max() < 1
     assert "MatMulInteger" in {node.op_type for node in onnx.load(out / "model_int8.onnx").graph.node}

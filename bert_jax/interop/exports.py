@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from bert_jax.interop import huggingface, onnx_folder, tf1
+from bert_jax.interop import huggingface, onnx_folder, sentence_transformers, stablehlo, tf1
 from bert_jax.interop.huggingface_names import Say
 from bert_jax.loading import Stored, read
 from transformer_jax import checkpoint as checkpoints
 from transformer_jax.config import UserError
 from transformer_jax.report import read_records
 
-Format = Literal["huggingface", "onnx", "tf1"]
-FORMATS: tuple[Format, ...] = ("huggingface", "onnx", "tf1")
+Format = Literal["huggingface", "onnx", "stablehlo", "tf1", "sentence-transformers"]
+FORMATS: tuple[Format, ...] = typing.get_args(Format)
 _log = logging.getLogger(__name__).warning
 
 
@@ -36,7 +37,7 @@ def export_checkpoint(
         its head.
       extra_card: facts for the model card, see `bert_jax.interop.model_card`; they come before those of the checkpoint.
       overwrite: replace an earlier export of this format.
-      options: of the format's own `export`: `int8` (onnx).
+      options: of the format's own `export`: `int8` (onnx), `pooling` (sentence-transformers).
 
     Returns:
       `out`.
@@ -53,6 +54,10 @@ def export_checkpoint(
         return huggingface.export(*arguments, **settings)
     if form == "onnx":
         return onnx_folder.export(*arguments, say=say, **settings)
+    if form == "stablehlo":
+        return stablehlo.export(*arguments, **settings)
+    if form == "sentence-transformers":
+        return sentence_transformers.export(*arguments, say=say, **settings)
     if form == "tf1":
         return tf1.export(*arguments, **settings)
     raise UserError(f"no format {form!r}; there are {', '.join(FORMATS)}")

@@ -7,24 +7,29 @@ config.json, vocab.txt, tokenizer.json, tokenizer_config.json, README.md
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import importlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from bert_jax.config import BertConfig
-from bert_jax.heads import BertWithHead, HeadConfig
+from bert_jax.heads import HeadConfig
 from bert_jax.interop.huggingface import config_to_hf
 from bert_jax.interop.huggingface_names import Say
 from bert_jax.interop.model_card import model_card
-from bert_jax.interop.probe import SAMPLE_TEXTS, compare, failed
-from bert_jax.model import BertForPreTraining
+from bert_jax.interop.probe import (
+    POOLED,
+    SAMPLE_TEXTS,
+    as_choices,
+    compare_parts,
+    failed,
+    outputs_of,
+    probe_rows,
+    reference,
+)
 from transformer_jax.config import UserError
 from transformer_jax.new_folder import check_target, new_folder
 from transformer_jax.safetensors_folder import write_json
@@ -76,7 +81,7 @@ def export(
     expected = reference(params, config, batch, head)
     facts = dict(extra_card or {}) | {
         "opset": f"{onnx_graph.OPSET} (ONNX), float32",
-        "use": _use(onnx_graph.outputs_of(head), head),
+        "use": _use(outputs_of(head), head),
     }
     with new_folder(out) as folder:
         _save(onnx, model, folder / "model.onnx")
@@ -93,54 +98,6 @@ def export(
             (folder / name).write_bytes(text.encode())
         (folder / "README.md").write_text(model_card(config, tokenizer, facts, head, form="onnx"), encoding="utf-8")
     return out
-
-
-def probe_rows(config: BertConfig) -> dict[str, np.ndarray]:
-    """int64 [4, L] each: a full row, two shorter ones, and one of padding alone; two segments; ids of all kinds."""
-    length = min(24, config.max_position_embeddings)
-    lengths_4 = np.array([length, max(1, length * 17 // 24), max(1, length * 5 // 24), 0])
-    rng = np.random.default_rng(0)
-    real = np.arange(length)[None] < lengths_4[:, None]
-    second = np.arange(length)[None] >= lengths_4[:, None] // 2
-    return {
-        "input_ids": np.where(real, rng.integers(0, config.vocab_size, real.shape), 0),
-        "attention_mask": real.astype(np.int64),
-        "token_type_ids": np.where(real & second, min(1, config.type_vocab_size - 1), 0),
-    }
-
-
-def reference(
-    params: Mapping[str, Any], config: BertConfig, batch: Mapping[str, np.ndarray], head: HeadConfig | None = None
-) -> dict[str, np.ndarray]:
-    """What our own model gives on a batch of `INPUTS`, under the names of the outputs."""
-    config = dataclasses.replace(config, dtype="float32", remat="none")
-    ids = batch["input_ids"]
-    if head is not None and head.kind == "choice" and ids.ndim == 2:
-        return reference(params, config, as_choices(batch), head)
-    places = np.broadcast_to(np.arange(ids.shape[-1]), ids.shape)
-    arrays = [x.astype(np.int32) for x in (ids, batch["token_type_ids"], places, batch["attention_mask"])]
-    found = jax.tree.map(np.asarray, _apply(config, head, dict(params), *arrays))
-    if head is None:
-        return {
-            "last_hidden_state": found["sequence_output_BLH"],
-            "pooler_output": found["pooled_output_BSH"][:, 0],
-            "prediction_logits": found["mlm_logits_BPV"][..., : config.vocab_size],
-            "seq_relationship_logits": found["nsp_logits_BS2"][:, 0],
-        }
-    if head.kind == "span":
-        return {"start_logits": found[..., 0], "end_logits": found[..., 1]}
-    return {"logits": found}
-
-
-def as_choices(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The rows of a batch as choices, two for each example."""
-    return {name: x.reshape(-1, 2, x.shape[-1]) for name, x in batch.items()}
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _apply(config: BertConfig, head: HeadConfig | None, params: dict[str, Any], *arrays: jax.Array) -> Any:
-    model = BertForPreTraining(config) if head is None else BertWithHead(config, head)
-    return model.apply({"params": params}, *arrays)
 
 
 def open_session(path: Path) -> Any:
@@ -176,26 +133,9 @@ def _save(onnx: Any, model: Any, path: Path) -> None:
     onnx.checker.check_model(str(path))
 
 
-_POOLED = ("pooler_output", "seq_relationship_logits")
-
-
 def _verify(path: Path, batch: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
-    """The largest difference: on the whole batch, and on parts of it cut to their own length."""
     session = open_session(path)
-    gap = compare(run(session, batch), expected)
-    if len(session.get_inputs()[0].shape) == 3:
-        return gap
-    lengths = batch["attention_mask"].sum(1)
-    for rows in (slice(1, 3), slice(2, 3)):
-        length = lengths[rows].max()
-        found = run(session, {name: x[rows, :length] for name, x in batch.items()})
-        real = batch["attention_mask"][rows, :length] > 0
-        for name, value in found.items():
-            wanted = expected[name][rows]
-            per_token = wanted.ndim > 1 and wanted.shape[1] == batch["input_ids"].shape[1] and name not in _POOLED
-            pair = (value[real], wanted[:, :length][real]) if per_token else (value, wanted)
-            gap = max(gap, compare({name: pair[0]}, {name: pair[1]}))
-    return gap
+    return compare_parts(lambda rows: run(session, rows), batch, expected)
 
 
 def _quantised(
@@ -220,7 +160,7 @@ def _quantised(
     name = next(output for output in exact if output.endswith("logits"))
     real = batch["attention_mask"] > 0
     a, b = exact[name], rounded[name]
-    if a.shape[:2] == real.shape and name not in _POOLED:
+    if a.shape[:2] == real.shape and name not in POOLED:
         a, b = a[real], b[real]
     if not np.isfinite(b).all():
         raise failed("the 8-bit model gives numbers that are not finite")

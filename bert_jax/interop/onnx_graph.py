@@ -16,19 +16,12 @@ from onnx import TensorProto, helper, numpy_helper
 from bert_jax.config import BertConfig
 from bert_jax.heads import HeadConfig
 from bert_jax.interop.huggingface_names import entries, to_hf
+from bert_jax.interop.probe import INPUTS, outputs_of
 from transformer_jax import masks
 
 OPSET = 17
 IR_VERSION = 8
 """The file format that belongs to the opset; a newer one would shut out older runtimes."""
-INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-
-
-def outputs_of(head: HeadConfig | None) -> tuple[str, ...]:
-    """Names of the outputs; those of Hugging Face's classes."""
-    if head is None:
-        return "last_hidden_state", "pooler_output", "prediction_logits", "seq_relationship_logits"
-    return ("start_logits", "end_logits") if head.kind == "span" else ("logits",)
 
 
 def build(params: Mapping[str, Any], config: BertConfig, head: HeadConfig | None = None) -> onnx.ModelProto:
