@@ -6,38 +6,14 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_bert import random_params, tiny_config, tiny_tokenizer
+from tiny_bert import HEADS, tuned
 
 from bert_jax import loading
 from bert_jax.finetune.loading import load_finetuned
-from bert_jax.heads import HF_CLASSES, HeadConfig
+from bert_jax.heads import HF_CLASSES
 from bert_jax.interop import exports, huggingface, imports
 from bert_jax.interop.probe import probe_batch, probe_logits
 from transformer_jax.config import UserError
-
-HEADS = {
-    "classification": HeadConfig("classification", ("neg", "neutral", "pos"), 0.25),
-    "multi_label": HeadConfig("multi_label", ("a", "b", "c", "d")),
-    "regression": HeadConfig("regression", ("score",)),
-    "tagging": HeadConfig("tagging", ("O", "B-PER", "I-PER")),
-    "span": HeadConfig("span"),
-    "choice": HeadConfig("choice"),
-}
-
-
-def tuned(head: HeadConfig):
-    """(parameters, configuration, tokenizer) of a random fine-tuned model of one layer."""
-    tokenizer = tiny_tokenizer()
-    config = tiny_config(vocab_size=tokenizer.vocab_size, num_hidden_layers=1)
-    params = {k: v for k, v in random_params(config).items() if k in ("embeddings", "encoder", "pooler")}
-    if not head.has_pooler:
-        del params["pooler"]
-    rng = np.random.default_rng(1)
-    params["head"] = {
-        "kernel": rng.normal(size=(config.hidden_size, head.num_outputs)).astype(np.float32),
-        "bias": rng.normal(size=head.num_outputs).astype(np.float32),
-    }
-    return params, config, tokenizer
 
 
 @pytest.fixture(scope="module", params=HEADS)

@@ -5,8 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from test_bert_interop_heads import HEADS, tuned
-from tiny_bert import random_params, tiny_config, tiny_tokenizer
+from tiny_bert import HEADS, padded_rows, random_params, tiny_config, tiny_tokenizer, tuned
 
 from bert_jax.interop import huggingface, onnx_folder, probe
 from bert_jax.main import main
@@ -26,23 +25,11 @@ def exported(tmp_path_factory):
     return params, config, onnx_folder.open_session(out / "model.onnx"), out
 
 
-def rows(config, lengths, width, seed=0):
-    """Padded rows of two segments."""
-    rng = np.random.default_rng(seed)
-    real = np.arange(width)[None] < np.array(lengths)[:, None]
-    second = np.arange(width)[None] >= np.array(lengths)[:, None] // 2
-    return {
-        "input_ids": np.where(real, rng.integers(5, config.vocab_size, real.shape), 0),
-        "attention_mask": real.astype(np.int64),
-        "token_type_ids": (real & second).astype(np.int64),
-    }
-
-
 @pytest.mark.parametrize(("lengths", "width"), [((5,), 5), ((17, 9, 0), 17)])
 def test_batch_and_length_are_free_and_a_row_of_padding_is_finite(exported, lengths, width):
     """C112: also the outputs of the padding itself."""
     params, config, session, _ = exported
-    batch = rows(config, lengths, width)
+    batch = padded_rows(config, lengths, width)
     found, expected = onnx_folder.run(session, batch), probe.reference(params, config, batch)
     assert found.keys() == expected.keys() and found["prediction_logits"].shape == (*batch["input_ids"].shape, 69)
     for name, value in expected.items():
@@ -53,7 +40,7 @@ def test_batch_and_length_are_free_and_a_row_of_padding_is_finite(exported, leng
 def test_inputs_are_bound_by_name_and_swapping_two_changes_the_result(exported):
     """C055: a pair of 5 + 4 tokens padded to 16."""
     params, config, session, _ = exported
-    batch = rows(config, (9,), 16)
+    batch = padded_rows(config, (9,), 16)
     batch["token_type_ids"][0] = [0] * 5 + [1] * 4 + [0] * 7
     assert {i.name for i in session.get_inputs()} == batch.keys()
     found, expected = onnx_folder.run(session, batch), probe.reference(params, config, batch)
@@ -104,7 +91,7 @@ def test_the_command_writes_an_int8_variant_and_says_what_it_costs(exported, tmp
     ):
         assert part in card
     small = onnx_folder.open_session(out / "model_int8.onnx")
-    batch = rows(config, (9, 5), 9)
+    batch = padded_rows(config, (9, 5), 9)
     exact = probe.reference(params, config, batch)["prediction_logits"]
     rounded = onnx_folder.run(small, batch)["prediction_logits"]
     assert 1e-5 < np.abs(exact - rounded).max() < 1

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from test_bert_interop_heads import HEADS, tuned
-from tiny_bert import random_params, tiny_config, tiny_tokenizer
+from tiny_bert import HEADS, random_params, tiny_config, tiny_tokenizer, tuned
 
 from bert_jax import loading
 from bert_jax.interop import huggingface, sentence_transformers

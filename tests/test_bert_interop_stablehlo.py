@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from jax import export as jax_export
 from safetensors.numpy import load_file
-from test_bert_interop_heads import HEADS, tuned
-from test_bert_interop_onnx import rows
-from tiny_bert import random_params, tiny_config, tiny_tokenizer
+from tiny_bert import HEADS, padded_rows, random_params, tiny_config, tiny_tokenizer, tuned
 
 from bert_jax.interop import exports, huggingface, probe, stablehlo
 from transformer_jax.config import UserError
+
+pytest.importorskip("flatbuffers")  # the extra
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def call(folder, batch):
 
 def test_batch_and_length_are_free_and_a_row_of_padding_is_finite(exported):
     params, config, folder = exported
-    batch = rows(config, (17, 9, 0), 17)
+    batch = padded_rows(config, (17, 9, 0), 17)
     found, expected = call(folder, batch), probe.reference(params, config, batch)
     assert found.keys() == expected.keys() and found["prediction_logits"].shape == (3, 17, 69)
     for name, value in expected.items():
@@ -47,7 +47,7 @@ def test_the_program_is_for_three_platforms_and_says_how_long_a_row_may_be(expor
     model = jax_export.deserialize(bytearray((folder / "model.stablehlo").read_bytes()))
     assert model.platforms == ("cpu", "cuda", "tpu")
     with pytest.raises(ValueError, match="refining shapes") as error:
-        call(folder, rows(config, (33,), 33))
+        call(folder, padded_rows(config, (33,), 33))
     assert "constraint length <= 32" in str(error.value.__cause__)
 
 

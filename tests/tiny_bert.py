@@ -3,6 +3,7 @@
 import numpy as np
 
 from bert_jax.config import BertConfig
+from bert_jax.heads import HeadConfig
 from bert_jax.interop import huggingface
 from bert_jax.interop.huggingface_names import entries
 from transformer_jax.tokenizer import WordPiece
@@ -46,3 +47,40 @@ def random_tensors(config: BertConfig, seed: int = 0) -> dict[str, np.ndarray]:
 
 def random_params(config: BertConfig, seed: int = 0):
     return huggingface.from_hf(random_tensors(config, seed), config)
+
+
+HEADS = {
+    "classification": HeadConfig("classification", ("neg", "neutral", "pos"), 0.25),
+    "multi_label": HeadConfig("multi_label", ("a", "b", "c", "d")),
+    "regression": HeadConfig("regression", ("score",)),
+    "tagging": HeadConfig("tagging", ("O", "B-PER", "I-PER")),
+    "span": HeadConfig("span"),
+    "choice": HeadConfig("choice"),
+}
+
+
+def tuned(head: HeadConfig):
+    """(parameters, configuration, tokenizer) of a random fine-tuned model of one layer."""
+    tokenizer = tiny_tokenizer()
+    config = tiny_config(vocab_size=tokenizer.vocab_size, num_hidden_layers=1)
+    params = {k: v for k, v in random_params(config).items() if k in ("embeddings", "encoder", "pooler")}
+    if not head.has_pooler:
+        del params["pooler"]
+    rng = np.random.default_rng(1)
+    params["head"] = {
+        "kernel": rng.normal(size=(config.hidden_size, head.num_outputs)).astype(np.float32),
+        "bias": rng.normal(size=head.num_outputs).astype(np.float32),
+    }
+    return params, config, tokenizer
+
+
+def padded_rows(config, lengths, width, seed=0):
+    """Padded rows of two segments."""
+    rng = np.random.default_rng(seed)
+    real = np.arange(width)[None] < np.array(lengths)[:, None]
+    second = np.arange(width)[None] >= np.array(lengths)[:, None] // 2
+    return {
+        "input_ids": np.where(real, rng.integers(5, config.vocab_size, real.shape), 0),
+        "attention_mask": real.astype(np.int64),
+        "token_type_ids": (real & second).astype(np.int64),
+    }

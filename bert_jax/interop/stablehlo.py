@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ from bert_jax.interop.probe import (
     probe_rows,
     reference,
 )
+from transformer_jax.config import UserError
 from transformer_jax.named_trees import flat, nest
 from transformer_jax.new_folder import check_target, new_folder
 from transformer_jax.safetensors_folder import write_json
@@ -67,10 +69,12 @@ def export(
       `out`.
 
     Raises:
-      UserError: the target is in use, the disk refuses, or what was read back gives other numbers than the model.
-        Nothing is then left at `out` that was not there before.
+      UserError: the extra `stablehlo` is not installed, the target is in use, the disk refuses, or what was read back
+        gives other numbers than the model. Nothing is then left at `out` that was not there before.
     """
     out = Path(out)
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise UserError("export to StableHLO needs flatbuffers: pip install 'bert-transformer-jax[stablehlo]'")
     check_target(out, overwrite, MARKS)
     # The padding of the vocabulary is for the hardware of training; here it would only be carried about.
     tight = dataclasses.replace(config, vocab_multiple=1, dtype="float32", remat="none")
@@ -145,7 +149,8 @@ def _verify(
 
 def _use(tokenizer: WordPiece) -> str:
     ids = f"[[{tokenizer.cls_id}, {tokenizer.mask_id}, {tokenizer.sep_id}]]"
-    return f"""Any program with JAX runs it, without this package, on CPU, CUDA GPUs and TPU; batch and length are free.
+    return f"""Any program with JAX, safetensors and flatbuffers runs it, without this package, on CPU, CUDA GPUs
+and TPU; batch and length are free.
 
 ```python
 import jax, pathlib, safetensors.numpy, jax.export
