@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bert_jax import inspect_commands
 from transformer_jax import command
 from transformer_jax.command import json_line
 from transformer_jax.config import UserError
 
-DESCRIPTION = "Pretrain BERT from your own text, go on after any stop, and take the model elsewhere."
+DESCRIPTION = "Pretrain BERT from your own text, fine-tune it, and take it elsewhere."
 CHECKPOINT = "a run folder (its newest step that verifies), RUN@STEP, or a Hugging Face or TensorFlow 1 folder"
 FORMATS = ("huggingface", "onnx", "stablehlo", "tf1", "sentence-transformers")
 
@@ -70,9 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--top-k", type=int, default=5)
     sub.add_argument("--json", action="store_true")
 
-    sub = command.add(
-        commands, "import", _import, "make a run from another program's model, to go on training, evaluate or predict"
-    )
+    sub = command.add(commands, "import", _import, "make a run from another program's model")
     sub.add_argument(
         "source", metavar="SOURCE", help="a Hugging Face folder (any BERT class), or one of google-research/bert"
     )
@@ -82,9 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--type-vocab-size", metavar="N", type=int, default=0, help="more segments, as the mean")
     sub.add_argument("--add-tokens", metavar="FILE", help="words that become one piece each, one a line")
 
-    sub = command.add(
-        commands, "export", _export, "write a model for other programs; what was written is loaded again and compared"
-    )
+    sub = command.add(commands, "export", _export, "write a model for other programs, load it again, and compare")
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
     sub.add_argument("out", metavar="OUT", help="the folder to write; it must not exist, or be empty")
     sub.add_argument("--format", choices=FORMATS, default="huggingface")
@@ -92,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--pooling", choices=["mean", "cls"], help="of sentence-transformers (default: mean)")
     sub.add_argument("--overwrite", action="store_true", help="replace a folder that is there")
 
+    inspect_commands.add(commands)
     command.add_plan(commands, _plan)
     command.add_report(commands, _report)
     command.add_verify(commands)
@@ -201,6 +199,7 @@ def _import(args: argparse.Namespace, rest: list[str]) -> int:
         max_position_embeddings=args.max_position_embeddings,
         type_vocab_size=args.type_vocab_size,
         add_tokens=read_tokens(args.add_tokens) if args.add_tokens else (),
+        say=_say,
     )
     print(args.run)
     return 0
@@ -214,7 +213,7 @@ def _export(args: argparse.Namespace, rest: list[str]) -> int:
     for option, form in (("int8", "onnx"), ("pooling", "sentence-transformers")):
         if option in options and args.format != form:
             raise UserError(f"--{option} is of --format {form}, and the format is {args.format}")
-    print(export_checkpoint(args.checkpoint, args.out, args.format, overwrite=args.overwrite, **options))
+    print(export_checkpoint(args.checkpoint, args.out, args.format, overwrite=args.overwrite, say=_say, **options))
     return 0
 
 
@@ -224,6 +223,10 @@ def _plan(args: argparse.Namespace, rest: list[str]) -> int:
     from transformer_jax import plan_command
 
     return plan_command.plan(args, PROGRAM, load_run(args.run, rest))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _report(args: argparse.Namespace, rest: list[str]) -> int:

@@ -72,13 +72,14 @@ def resize(
         old = _table(embeddings, "position")
         embeddings["position"] = {"embedding": old[np.arange(max_position_embeddings) % len(old)]}
         config = dataclasses.replace(config, max_position_embeddings=max_position_embeddings)
-        say(f"positions {len(old)} to {max_position_embeddings - 1} start as copies of 0, 1, ..., again and again")
+        said = _numbers("position", len(old), max_position_embeddings)
+        say(f"{said} as copies of 0, 1, ..., again and again")
     if type_vocab_size > config.type_vocab_size:
         old = _table(embeddings, "token_type")
         new = np.repeat(old.mean(0, keepdims=True), type_vocab_size - len(old), axis=0)
         embeddings["token_type"] = {"embedding": np.concatenate([old, new])}
         config = dataclasses.replace(config, type_vocab_size=type_vocab_size)
-        say(f"segments {len(old)} to {type_vocab_size - 1} start as the mean of those that were there")
+        say(f"{_numbers('segment', len(old), type_vocab_size)} as the mean of those that were there")
     params = {**params, "embeddings": embeddings}
     if not add_tokens:
         return Resized(params, config, tokenizer)
@@ -142,9 +143,9 @@ def _with_words(
     if has_bias:
         params["mlm"] = {**params["mlm"], "bias": bias_after}
     if averaged:
-        say(f"{len(averaged)} new tokens start as the mean of their pieces: {_listed(averaged)}")
+        say(f"new tokens that start as the mean of their pieces: {_listed(averaged)}")
     if drawn:
-        say(f"{len(drawn)} new tokens were [UNK], so their rows are drawn with seed {seed}: {_listed(drawn)}")
+        say(f"new tokens that were [UNK], so their rows are drawn with seed {seed}: {_listed(drawn)}")
     return Resized(params, config_after, new)
 
 
@@ -167,3 +168,7 @@ def _table(embeddings: dict[str, Any], name: str) -> np.ndarray:
 
 def _listed(tokens: Sequence[str]) -> str:
     return ", ".join(tokens[:10]) + (f" and {len(tokens) - 10} more" if len(tokens) > 10 else "")
+
+
+def _numbers(what: str, start: int, stop: int) -> str:
+    return f"{what} {start} starts" if stop == start + 1 else f"{what}s {start} to {stop - 1} start"

@@ -1,6 +1,7 @@
 """ONNX: what ONNX Runtime gives for any batch and length is what our model gives, inputs bound by name."""
 
 import json
+import re
 import sys
 
 import numpy as np
@@ -53,7 +54,13 @@ def test_inputs_are_bound_by_name_and_swapping_two_changes_the_result(exported):
 @pytest.mark.parametrize("kind", HEADS)
 def test_every_head_gives_our_logits(tmp_path, kind):
     params, config, tokenizer = tuned(HEADS[kind])
-    out = onnx_folder.export(params, config, tokenizer, tmp_path / "out", head=HEADS[kind])
+    said: list[str] = []
+    options = {"head": HEADS[kind], "int8": kind != "multi_label", "say": said.append}
+    out = onnx_folder.export(params, config, tokenizer, tmp_path / "out", **options)
+    answers = {"classification": 4, "regression": 0, "tagging": 123, "span": 4, "choice": 2}
+    if kind in answers:
+        same = f"the best one is the same in .* of {answers[kind]}" if answers[kind] else "on sample texts$"
+        assert re.search(same, said[0]), said
     session = onnx_folder.open_session(out / "model.onnx")
     batch = {name: np.roll(x, 1, axis=0) for name, x in probe.probe_rows(config).items()}
     found, expected = onnx_folder.run(session, batch), probe.reference(params, config, batch, HEADS[kind])
@@ -77,12 +84,13 @@ def test_other_activations_and_another_epsilon(tmp_path, act):
     assert "Erf" not in kinds and ("Relu" in kinds) is (act == "relu")
 
 
-def test_the_command_writes_an_int8_variant_and_says_what_it_costs(exported, tmp_path, capsys, caplog):
+def test_the_command_writes_an_int8_variant_and_says_what_it_costs(exported, tmp_path, capsys):
     params, config, _, _ = exported
     source = huggingface.export(params, config, tiny_tokenizer(), tmp_path / "source")
     assert main(["export", str(source), str(tmp_path / "out"), "--format", "onnx", "--int8"]) == 0
     out = tmp_path / "out"
-    assert capsys.readouterr().out == f"{out}\n" and "8-bit weights: " in caplog.text
+    printed = capsys.readouterr()
+    assert printed.out == f"{out}\n" and "8-bit weights: " in printed.err
     card = (out / "README.md").read_text()
     for part in (
         "| opset | 17 (ONNX), float32 |",
@@ -97,6 +105,14 @@ def test_the_command_writes_an_int8_variant_and_says_what_it_costs(exported, tmp
     assert 1e-5 < np.abs(exact - rounded).max() < 1
     assert "MatMulInteger" in {node.op_type for node in onnx.load(out / "model_int8.onnx").graph.node}
     assert main(["export", str(source), str(tmp_path / "no"), "--format", "tf1", "--int8"]) == 2
+
+
+def test_the_cost_is_not_measured_on_a_head_of_random_numbers(exported, tmp_path):
+    params, config, _, _ = exported
+    said: list[str] = []
+    options = {"int8": True, "drawn": ("mlm",), "say": said.append}
+    onnx_folder.export(params, config, tiny_tokenizer(), tmp_path / "out", **options)
+    assert "last_hidden_state differ by" in said[0] and "the mean cosine of" in said[0]
 
 
 def test_a_model_that_runs_otherwise_is_not_kept(exported, tmp_path, monkeypatch):

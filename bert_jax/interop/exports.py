@@ -53,7 +53,7 @@ def export_checkpoint(
     if form == "huggingface":
         return huggingface.export(*arguments, **settings)
     if form == "onnx":
-        return onnx_folder.export(*arguments, say=say, **settings)
+        return onnx_folder.export(*arguments, drawn=found.drawn, say=say, **settings)
     if form == "stablehlo":
         return stablehlo.export(*arguments, **settings)
     if form == "sentence-transformers":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,11 @@ import numpy as np
 
 from bert_jax.config import BertConfig
 from bert_jax.heads import HeadConfig
+from bert_jax.interop import onnx_int8
 from bert_jax.interop.huggingface import config_to_hf
 from bert_jax.interop.huggingface_names import Say
 from bert_jax.interop.model_card import model_card
-from bert_jax.interop.probe import (
-    POOLED,
-    SAMPLE_TEXTS,
-    as_choices,
-    compare_parts,
-    failed,
-    outputs_of,
-    probe_rows,
-    reference,
-)
+from bert_jax.interop.probe import as_choices, compare_parts, outputs_of, probe_rows, reference
 from transformer_jax.config import UserError
 from transformer_jax.new_folder import check_target, new_folder
 from transformer_jax.safetensors_folder import write_json
@@ -50,6 +42,7 @@ def export(
     *,
     head: HeadConfig | None = None,
     int8: bool = False,
+    drawn: Collection[str] = (),
     extra_card: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     say: Say = _log,
@@ -60,6 +53,7 @@ def export(
       params: nested dict of arrays without Flax boxes, vocabulary padded.
       head: of a fine-tuned model.
       int8: also a file whose matrix products have 8-bit weights (ONNX Runtime's dynamic quantisation).
+      drawn: parts of the model that hold random numbers; the cost of 8-bit weights is not measured on them.
       extra_card: facts for the model card.
       overwrite: replace an earlier export. Any other folder that is not empty is refused.
       say: told what the 8-bit weights cost.
@@ -92,7 +86,10 @@ def export(
             f"{gap:.1e})."
         )
         if int8:
-            facts |= _quantised(folder, config, tokenizer, head, say)
+            whole, small = folder / "model.onnx", folder / "model_int8.onnx"
+            onnx_int8.quantise(whole, small)
+            facts |= onnx_int8.cost(whole, small, _run_file, config, tokenizer, head, "mlm" not in drawn)
+            say(f"8-bit weights: {facts['int8_size']}; {facts['int8_loss']}")
         write_json(folder / "config.json", config_to_hf(config, tokenizer, head))
         for name, text in tokenizer.files(model_max_length=config.max_position_embeddings).items():
             (folder / name).write_bytes(text.encode())
@@ -116,6 +113,10 @@ def run(session: Any, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return dict(zip(names, session.run(names, dict(batch)), strict=True))
 
 
+def _run_file(path: Path, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return run(open_session(path), batch)
+
+
 def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
@@ -136,58 +137,6 @@ def _save(onnx: Any, model: Any, path: Path) -> None:
 def _verify(path: Path, batch: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
     session = open_session(path)
     return compare_parts(lambda rows: run(session, rows), batch, expected)
-
-
-def _quantised(
-    folder: Path, config: BertConfig, tokenizer: WordPiece, head: HeadConfig | None, say: Say
-) -> dict[str, Any]:
-    """Writes model_int8.onnx; what it costs against model.onnx on sample texts."""
-    quantization = importlib.import_module("onnxruntime.quantization")
-    whole, small = folder / "model.onnx", folder / "model_int8.onnx"
-    external = (folder / "model.onnx.data").exists()
-    root = logging.getLogger()
-    before, handlers = root.manager.disable, root.handlers[:]
-    logging.disable(logging.WARNING)  # it advises a step of its own, and sets up logging for that
-    try:
-        quantization.quantize_dynamic(
-            whole, small, weight_type=quantization.QuantType.QInt8, per_channel=True, use_external_data_format=external
-        )
-    finally:
-        logging.disable(before)
-        root.handlers[:] = handlers
-    batch = _sample_rows(config, tokenizer)
-    exact, rounded = (run(open_session(path), batch) for path in (whole, small))
-    name = next(output for output in exact if output.endswith("logits"))
-    real = batch["attention_mask"] > 0
-    a, b = exact[name], rounded[name]
-    if a.shape[:2] == real.shape and name not in POOLED:
-        a, b = a[real], b[real]
-    if not np.isfinite(b).all():
-        raise failed("the 8-bit model gives numbers that are not finite")
-    difference, spread = float(np.abs(a - b).mean()), float(a.std())
-    facts: dict[str, Any] = {
-        "int8_size": f"{small.stat().st_size / whole.stat().st_size:.0%} of the float32 file",
-        "int8_loss": f"{name} differ by {difference:.3g} on average (their deviation is {spread:.3g}) on "
-        f"{len(SAMPLE_TEXTS)} sample texts",
-    }
-    if a.shape[-1] > 1:
-        agree = (a.argmax(-1) == b.argmax(-1)).mean()
-        facts["int8_loss"] += f"; the best one is the same in {agree:.1%} of {a[..., 0].size}"
-    say(f"8-bit weights: {facts['int8_size']}; {facts['int8_loss']}")
-    return facts
-
-
-def _sample_rows(config: BertConfig, tokenizer: WordPiece) -> dict[str, np.ndarray]:
-    """The sample texts as padded rows of [CLS] text [SEP]; one more row where the number must be even."""
-    room = min(128, config.max_position_embeddings) - 2
-    rows = [[tokenizer.cls_id, *ids[:room], tokenizer.sep_id] for ids in tokenizer.encode_batch(SAMPLE_TEXTS)]
-    rows += rows[: len(rows) % 2]
-    length = max(map(len, rows))
-    ids = np.full((len(rows), length), tokenizer.pad_id, np.int64)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = row
-    mask = np.arange(length)[None] < np.array([len(row) for row in rows])[:, None]
-    return {"input_ids": ids, "attention_mask": mask.astype(np.int64), "token_type_ids": np.zeros_like(ids)}
 
 
 def _use(outputs: tuple[str, ...], head: HeadConfig | None) -> str:
