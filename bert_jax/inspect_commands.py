@@ -1,0 +1,71 @@
+"""The commands that look into a model without training it: `embed`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from transformer_jax import command
+from transformer_jax.config import UserError
+
+CHECKPOINT = "a run folder, RUN@STEP, a Hugging Face or TensorFlow 1 folder, or a fine-tuned run"
+LAST_FOUR = "last4"
+
+
+def add(commands: Any) -> None:
+    """Add the commands to the sub-parsers `commands`."""
+    sub = command.add(commands, "embed", _embed, "features of each line of a text, as a .npy or .parquet file")
+    sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
+    sub.add_argument("file", metavar="FILE", nargs="?", help="a text a line, .gz or not (default: standard input)")
+    sub.add_argument("--out", metavar="FEATURES", required=True, help="a name that ends in .npy or .parquet")
+    _add_features(sub, ["mean", "cls", "pooled", "tokens"])
+    sub.add_argument("--dtype", choices=["float32", "float16"], default="float32")
+    sub.add_argument("--max-seq-length", metavar="N", type=int, default=0, help="of a row (default: all positions)")
+    sub.add_argument("--long-text", choices=["cut", "windows"], default="cut", help="windows are averaged")
+    sub.add_argument("--stride", metavar="N", type=int, default=0, help="of windows (default: half of the room)")
+    sub.add_argument("--encoding-errors", choices=["strict", "replace"], default="strict")
+    sub.add_argument("--overwrite", action="store_true", help="replace files that are there")
+
+
+def _add_features(sub: argparse.ArgumentParser, which: list[str]) -> None:
+    sub.add_argument("--features", choices=which, default="mean", help="of a text, or of every piece (default: mean)")
+    sub.add_argument(
+        "--layers", metavar="N", nargs="+", default=["-1"], help=f"0 (embeddings) to the last; -1, -2 ...; {LAST_FOUR}"
+    )
+    sub.add_argument("--join", choices=["concat", "sum"], default="concat", help="of several layers")
+    sub.add_argument("--batch-tokens", metavar="N", type=int, default=8192, help="on each device (default: 8192)")
+    sub.add_argument("--precision", choices=["highest", "high", "default"], default="highest", help="of GPU and TPU")
+
+
+def layers(words: list[str]) -> tuple[int, ...]:
+    """The numbers that `--layers` names."""
+    if words == [LAST_FOUR]:
+        return (-4, -3, -2, -1)
+    try:
+        return tuple(int(word) for word in words)
+    except ValueError:
+        raise UserError(f"--layers is {' '.join(words)!r}; give numbers, such as -2 or 9 10 11, or {LAST_FOUR}") from None
+
+
+def _features(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("features", "join", "batch_tokens", "precision")
+    return {"layers": layers(args.layers)} | {name: getattr(args, name) for name in names}
+
+
+def _embed(args: argparse.Namespace, rest: list[str]) -> int:
+    from bert_jax.embed import EmbedConfig, embed_file
+    from transformer_jax.report import quiet_libraries
+
+    quiet_libraries()
+    command.keep_programs()
+    own = {name: getattr(args, name) for name in ("dtype", "max_seq_length", "long_text", "stride")}
+    settings = EmbedConfig(**_features(args), **own)
+    embed_file(
+        args.checkpoint,
+        args.file,
+        args.out,
+        settings,
+        overwrite=args.overwrite,
+        encoding_errors=args.encoding_errors,
+    )
+    return 0

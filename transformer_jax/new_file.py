@@ -1,0 +1,29 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformer_jax.config import UserError
+
+
+@contextlib.contextmanager
+def new_file(target: Path) -> Iterator[Path]:
+    """A path beside `target`; the file written there takes its place when the block ends well, and is gone otherwise.
+
+    Raises:
+      UserError: the folder of `target` is missing, or `target` is a folder.
+    """
+    if target.is_dir():
+        raise UserError(f"{target} is a folder; name a file")
+    if not target.parent.is_dir():
+        raise UserError(f"{target.parent}: no such folder; make it, or name a file elsewhere")
+    made = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        yield made
+        made.replace(target)
+    finally:
+        made.unlink(missing_ok=True)
