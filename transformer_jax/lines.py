@@ -22,30 +22,9 @@ def lines(path: Path, encoding_errors: str = "strict") -> Iterator[tuple[int, st
     Raises:
       UserError: a file that is missing, cut short or broken, or bytes that are not UTF-8 (file, line and byte named).
     """
-    number = 1
-    rest: list[bytes] = []  # pieces of a line longer than a block
     try:
         with _open(path) as f:
-            head = f.read(3)
-            block = b"" if head == b"\xef\xbb\xbf" else head
-            while True:
-                more = f.read(BLOCK_BYTES)
-                block += more
-                end = block.rfind(b"\n") + 1 if more else len(block)
-                if end or not more:
-                    text = _decode(b"".join([*rest, block[:end]]), path, number, encoding_errors)
-                    rest = [block[end:]]
-                    found = one_line_end(text).split("\n")
-                    if found[-1] == "":
-                        found.pop()
-                    for line in found:
-                        yield number, line
-                        number += 1
-                else:
-                    rest.append(block)
-                if not more:
-                    return
-                block = b""
+            yield from lines_of_stream(f, path, encoding_errors)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except EOFError:
@@ -54,6 +33,32 @@ def lines(path: Path, encoding_errors: str = "strict") -> Iterator[tuple[int, st
         raise UserError(f"{path}: not a whole gzip file: {e}") from None
     except OSError as e:
         raise UserError(f"{path}: cannot be read: {e.strerror or e}") from None
+
+
+def lines_of_stream(f: BinaryIO, path: Path, encoding_errors: str = "strict") -> Iterator[tuple[int, str]]:
+    """As `lines`, of what is open already, such as standard input; `path` is what messages call it."""
+    number = 1
+    rest: list[bytes] = []  # pieces of a line longer than a block
+    head = f.read(3)
+    block = b"" if head == b"\xef\xbb\xbf" else head
+    while True:
+        more = f.read(BLOCK_BYTES)
+        block += more
+        end = block.rfind(b"\n") + 1 if more else len(block)
+        if end or not more:
+            text = _decode(b"".join([*rest, block[:end]]), path, number, encoding_errors)
+            rest = [block[end:]]
+            found = one_line_end(text).split("\n")
+            if found[-1] == "":
+                found.pop()
+            for line in found:
+                yield number, line
+                number += 1
+        else:
+            rest.append(block)
+        if not more:
+            return
+        block = b""
 
 
 def _open(path: Path) -> BinaryIO:
