@@ -54,11 +54,13 @@ def report(plan: Plan) -> dict[str, Any]:
     if times is not None:
         found["step_seconds"] = {f.name: getattr(times, f.name) for f in dataclasses.fields(times)}
         found["bound"] = times.bound
-        span = [times.least, times.most] if times.most else [times.least]
-        found["tokens_per_second"] = [figures.tokens / t for t in reversed(span) if t]
-        found["flops_share"] = [figures.flops / (t * pod.peak_flops) for t in reversed(span) if t and pod.peak_flops]
-        found["days"] = [plan.steps * t / DAY for t in span]
-        found["chip_hours"] = [plan.steps * t * pod.chips / 3600 for t in span]
+        if times.least:
+            span = [times.least, times.most] if times.most else [times.least]
+            found["days"] = [plan.steps * t / DAY for t in span]
+            found["chip_hours"] = [plan.steps * t * pod.chips / 3600 for t in span]
+        if times.most:
+            found["tokens_per_second"] = [figures.tokens / t for t in (times.most, times.least)]
+            found["flops_share"] = [figures.flops / (t * pod.peak_flops) for t in (times.most, times.least)]
     if figures.schedule is not None:
         found["collectives"] = [
             {"kind": c.kind, "group": c.group, "count": c.count, "bytes": c.bytes, "count_ahead": c.ahead,
@@ -214,7 +216,7 @@ def _time_lines(found: dict[str, Any], tpu: bool) -> list[str]:
     seconds = found["step_seconds"]
     ms = {name: 1e3 * value for name, value in seconds.items()}
     bound = {"products": "its products", "state": "its state's way through memory", "links": "its collectives"}
-    rates = found["pod"]["name"].startswith("gpu") is False
+    rates = bool(seconds["least"])
     lines = [
         "time of a step (ms)",
         f"  model FLOPs at peak rate      {ms['products']:10.2f}   {found['flops'] / 1e12:,.1f} TFLOP"
@@ -222,8 +224,9 @@ def _time_lines(found: dict[str, Any], tpu: bool) -> list[str]:
     ]
     if not tpu:
         if rates:
-            lines.append(f"  at least                      {1e3 * seconds['least']:10.2f}")
-            lines.append(f"  the whole run                 {_span(found['days'], '10.2f')}   days at least")
+            lines.append(f"  at least                      {ms['least']:10.2f}")
+            lines += ["", _line("whole run", f"{found['steps']:,} steps: at least {_span(found['days'], ',.3g')} days, "
+                                f"{_span(found['chip_hours'], ',.1f')} chip-hours")]  # fmt: skip
         return lines
     unpriced = ", ".join(f"{n:,.0f} {name}" for name, n in sorted(found["unpriced"].items()))
     lines += [
@@ -236,7 +239,7 @@ def _time_lines(found: dict[str, Any], tpu: bool) -> list[str]:
         "",
         _line("tokens/s", _span(found["tokens_per_second"], ",.0f")),
         _line("share of peak", _span([100 * x for x in found["flops_share"]], ".0f", " % (model FLOPs)")),
-        _line("whole run", f"{found['steps']:,} steps: {_span(found['days'], ',.2f')} days, "
+        _line("whole run", f"{found['steps']:,} steps: {_span(found['days'], ',.3g')} days, "
               f"{_span(found['chip_hours'], ',.0f')} chip-hours"),
         "",
         "most cycles",
