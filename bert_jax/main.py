@@ -52,9 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--threshold", type=float, help="of the null score, for questions that may have no answer")
     sub.add_argument("--json", action="store_true", help="an object a line")
 
-    sub = command.add(
-        commands, "evaluate", _evaluate, "MLM and NSP loss and accuracy on held-out text, or a fine-tuned run's figures"
-    )
+    sub = command.add(commands, "evaluate", _evaluate, "figures on held-out text, or a fine-tuned run's own")
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
     sub.add_argument(
         "--data", metavar="FILE.toml", help="all documents of this recipe instead; of a fine-tuned run: this task's dev"
