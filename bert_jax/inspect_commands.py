@@ -44,7 +44,9 @@ def layers(words: list[str]) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in words)
     except ValueError:
-        raise UserError(f"--layers is {' '.join(words)!r}; give numbers, such as -2 or 9 10 11, or {LAST_FOUR}") from None
+        raise UserError(
+            f"--layers is {' '.join(words)!r}; give numbers, such as -2 or 9 10 11, or {LAST_FOUR}"
+        ) from None
 
 
 def _features(args: argparse.Namespace) -> dict[str, Any]:
