@@ -106,10 +106,9 @@ def best_of(run: str | Path) -> str:
 
 def is_finetuned(checkpoint: str | Path) -> bool:
     """Whether a run folder or RUN@STEP is one of `finetune`; False for what is no run at all."""
-    name = best_of(checkpoint)
     try:
-        folder = checkpoints.locate(name)[0].parent
-        settings = core.read_toml(folder / "config.toml")
+        steps = checkpoints.locate(best_of(checkpoint))[0]
+        settings = core.read_toml((steps.parent if steps.name == "checkpoints" else steps) / "config.toml")
     except UserError:
         return False
     return "head" in settings
@@ -119,20 +118,15 @@ def load_encoder(checkpoint: str | Path, *, random: bool = False, say: Callable[
     """The encoder, its settings and its tokenizer.
 
     Args:
-      checkpoint: anything that `bert_jax.load` takes, or a run of `finetune`, whose head is left out.
+      checkpoint: anything that `bert_jax.load` takes; the head of a fine-tuned model is left out.
       random: take only settings and tokenizer, to start from random numbers.
       say: called with one line for what was left out, drawn or converted.
 
     Raises:
       UserError: as `bert_jax.load`.
     """
-    drawn: tuple[str, ...] = ()
-    if is_finetuned(checkpoint):
-        found = load_finetuned(checkpoint)
+    found = loading.read(checkpoint, say=say)
+    if found.head is not None:
         say(f"{checkpoint}: its head ({found.head.kind}) is left out")
-        config, params, tokenizer = found.config, found.params, found.tokenizer
-    else:
-        bert = loading.load(checkpoint, say=say)
-        config, params, tokenizer, drawn = bert.config, bert.params, bert.tokenizer, bert.drawn
-    kept = [name for name in ("embeddings", "encoder", "pooler") if name in params and name not in drawn]
-    return Encoder(config, {} if random else {name: params[name] for name in kept}, tokenizer)
+    kept = [name for name in ("embeddings", "encoder", "pooler") if name in found.params and name not in found.drawn]
+    return Encoder(found.config, {} if random else {name: found.params[name] for name in kept}, found.tokenizer)
