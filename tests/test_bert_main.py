@@ -195,6 +195,7 @@ def test_mistakes_with_a_run_at_hand(work, bert, tmp_path):
     run_file = work / "launch" / "tiny.toml"
     for arguments, message in (
         (("pretrain", run_file, "--train.stepz", "9"), "--train.steps"),
+        (("pretrain", run_file, "--train.stepz", "9"), "run bert-jax pretrain RUN.toml --keys"),
         (("pretrain", run_file, "--model.hidden_size", "64"), "model.hidden_size: 32 in the checkpoint, 64 now"),
         (("pretrain", run_file, "--data.prepared", tmp_path / "none"), "run `bert-jax prepare"),
         (("fill-mask", work / "run", "no mask here"), "has no [MASK]"),

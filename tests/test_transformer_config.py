@@ -45,6 +45,7 @@ def test_a_file_states_differences_only():
         ({"train": {"steps": 1.5}}, r"Expected `int`, got `float` - at `train\.steps`"),
         ({"train": 3}, r"Expected `object`, got `int` - at `train`"),
         ({"parts": [{}]}, r"missing required field `name`"),
+        ({"parts": {"name": "a"}}, r"`parts` is one table, .* write \[\[parts\]\] in place of \[parts\]"),
         (
             {"optimizer": {"name": "adma"}},
             r"Invalid enum value 'adma' - at `optimizer\.name`; did you mean `adam`\?",

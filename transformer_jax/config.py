@@ -196,6 +196,37 @@ class CheckpointConfig:
     """Which of two steps with the same figure counts as the better one."""
 
 
+@dataclasses.dataclass(frozen=True)
+class HostsConfig:
+    """Several processes, as a rule one a host, that train together (docs/hosts.md)."""
+
+    mode: Literal["environment", "auto", "single"] = "environment"
+    """environment: as the keys below, or JAX_COORDINATOR_ADDRESS and the like, say, and one process where nothing is
+    said; auto: as JAX finds them on Cloud TPU, Slurm, Kubernetes and with MPI; single: one process, whatever is set."""
+    coordinator: str = ""
+    """HOST:PORT at which process 0 can be reached; else JAX_COORDINATOR_ADDRESS."""
+    processes: int = 0
+    """How many there are; 0 takes JAX_NUM_PROCESSES."""
+    process: int = -1
+    """Which of them this is, counted from 0; -1 takes JAX_PROCESS_ID."""
+    join_limit: float = 300.0
+    """Seconds within which all of them must have joined."""
+    heartbeat: int = 45
+    """Seconds without a sign of life after which a process counts as lost, and all others end."""
+    step_limit: float = 300.0
+    """Seconds that a step, or a batch of an evaluation, may take before the process counts as stalled and ends ..."""
+    step_factor: float = 20.0
+    """... or so many times the median step, where that is longer."""
+    phase_limit: float = 3600.0
+    """The same for what has no rhythm: start, compilation, evaluation, saving."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("processes", 0), ("process", -1), ("join_limit", 1.0), ("heartbeat", 5),
+                            ("step_limit", 1.0), ("step_factor", 2.0), ("phase_limit", 1.0)):  # fmt: skip
+            if not getattr(self, name) >= least:
+                raise ConfigError(f"hosts.{name} is {getattr(self, name)}; it must be at least {least}")
+
+
 def load(cls: type[T], data: Mapping[str, Any], where: str, base: T | None = None) -> T:
     """Build the dataclass `cls` from nested `data`; fields not named keep the values of `base` (or the defaults).
 
@@ -301,6 +332,11 @@ def _refuse_unknown(cls: Any, data: Mapping[str, Any], where: str, prefix: str) 
         if inner is None:
             continue
         if isinstance(value, Mapping):
+            if typing.get_origin(fields[key]) is tuple:
+                raise ConfigError(
+                    f"{where}: `{prefix}{key}` is one table, and it must be a list of tables: write [[{prefix}{key}]] "
+                    f"in place of [{prefix}{key}]"
+                )
             _refuse_unknown(inner, value, where, f"{prefix}{key}.")
         elif isinstance(value, Sequence) and not isinstance(value, str):
             for i, item in enumerate(value):

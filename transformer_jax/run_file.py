@@ -7,8 +7,11 @@ has at least `preset`, `run_dir`, `model` and `data.prepared`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,7 +76,13 @@ def override(config: C, arguments: Sequence[str], prog: str) -> C:
 
     # Every key is given as `--key value`, a boolean too.
     plain = (tyro.conf.FlagConversionOff,)
-    return tyro.cli(type(config), args=list(arguments), default=config, prog=prog, config=plain)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(type(config), args=list(arguments), default=config, prog=prog, config=plain)
+    finally:
+        # A command's own --help is about the command; the list of keys has another name.
+        sys.stderr.write(said.getvalue().replace(f"{prog} --help", f"{prog} --keys"))
 
 
 def check_resume(
