@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from bert_jax.finetune.loading import best_of, is_finetuned
 from bert_jax.interop import huggingface, onnx_folder, sentence_transformers, stablehlo, tf1
 from bert_jax.interop.huggingface_names import Say
 from bert_jax.loading import Stored, read
@@ -73,7 +74,7 @@ def card_facts(checkpoint: str | Path, found: Stored, command: str) -> dict[str,
         if "fingerprint" in data:
             facts["data_fingerprint"] = data["fingerprint"]
         if "sources" in data:
-            facts["sources"] = ", ".join(data["sources"])
+            facts["sources"] = ", ".join(map(_name, data["sources"]))
         # Which licence the model has is for who publishes it to say.
         facts["licence_of_the_text"] = data.get("license", "not stated in the recipe")
         facts["language"] = data.get("language", "")
@@ -82,10 +83,8 @@ def card_facts(checkpoint: str | Path, found: Stored, command: str) -> dict[str,
     if "imported_from" in found.meta:
         facts["imported_from"] = found.meta["imported_from"]
     elif found.meta:
-        settings = dict(found.meta["config"])
-        name = Path(settings.pop("run_dir", "") or "BERT").name
-        # Where things lay on the machine of the run is nobody's business.
-        settings["data"] = {k: v for k, v in settings.get("data", {}).items() if k not in ("prepared", "folder")}
+        settings = _without_places(found.meta["config"])
+        name = Path(found.meta["config"].get("run_dir") or "BERT").name
         trained = "pretrain RUN.toml" if found.head is None else "finetune TASK.toml --from CHECKPOINT"
         facts |= {"name": name, "command": f"bert-jax {trained}", "settings": settings}
         facts["sentence_task"] = settings.get("examples", {}).get("sentence_task", "nsp")
@@ -94,10 +93,25 @@ def card_facts(checkpoint: str | Path, found: Stored, command: str) -> dict[str,
     return facts
 
 
+def _without_places(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without where things lay on the machine of the run, which is nobody's business."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            found[key] = _without_places(value)
+        elif key not in ("run_dir", "prepared", "folder"):
+            found[key] = _name(value) if isinstance(value, str) else value
+    return found
+
+
+def _name(text: str) -> str:
+    return Path(text).name if Path(text).is_absolute() else text
+
+
 def _held_out(checkpoint: str | Path, step: int | None) -> dict[str, float]:
     """The figures that the run noted at this step on anything but its training batches."""
     try:
-        folder, _ = checkpoints.locate(checkpoint)
+        folder, _ = checkpoints.locate(best_of(checkpoint) if is_finetuned(checkpoint) else checkpoint)
     except UserError:
         return {}
     records = read_records(folder.parent / "metrics.jsonl")
