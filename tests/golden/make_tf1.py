@@ -1,6 +1,6 @@
 """Writes the TensorFlow checkpoints in this folder's `tf1`. Needs TensorFlow (an environment of its own):
 
-    python -m venv made && made/bin/pip install tensorflow-cpu==2.21.0
+    python -m venv made && made/bin/pip install tensorflow-cpu==2.21.0 msgspec
     made/bin/python tests/golden/make_tf1.py
 
 `one` has Google's names for a tiny BERT with optimizer slots and counters besides, saved by TensorFlow into one data
