@@ -216,17 +216,17 @@ def table(results: dict[str, Any]) -> str:
     many = len(results["trainings"]) > 1
     for name in results["trainings"][0]["dev"]:
         keys = [k for k in results["trainings"][0]["dev"][name] if k != "n"]
-        width = max(12, *(len(k) + 2 for k in keys))
+        widths = {k: max(10, len(k) + 2) for k in keys}
         n = results["trainings"][0]["dev"][name]["n"]
         lines.append(f"{name}, n = {n:.0f}")
-        lines.append(f"{'rate':>10}{'seed':>6}{'step':>8}" + "".join(f"{k:>{width}}" for k in keys))
+        lines.append(f"{'rate':>10}{'seed':>6}{'step':>8}" + "".join(f"{k:>{widths[k]}}" for k in keys))
         for r in results["trainings"]:
-            shown = "".join(f"{r['dev'][name].get(k, math.nan):>{width}.4f}" for k in keys)
+            shown = "".join(f"{r['dev'][name].get(k, math.nan):>{widths[k]}.4f}" for k in keys)
             lines.append(f"{r['learning_rate']:>10g}{r['seed']:>6}{r['step']:>8}" + shown)
         for of_rate in results["summary"] if many else ():
             figures = of_rate["dev"][name]
             for label, part in (("mean", "mean"), ("std", "std")):
-                shown = "".join(f"{figures[k][part] if k in figures else math.nan:>{width}.4f}" for k in keys)
+                shown = "".join(f"{figures[k][part] if k in figures else math.nan:>{widths[k]}.4f}" for k in keys)
                 lines.append(f"{of_rate['learning_rate']:>10g}{label:>6}{'':8}" + shown)
     best = results["best"]
     which = f"rate {best['learning_rate']:g}, seed {best['seed']}, " if many else ""
