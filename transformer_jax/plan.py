@@ -155,7 +155,7 @@ def make_plan(
     config = for_pod(config, pod)
     compiled = with_value(config, "model.layers", "scanned") if quick else config
     if pod.chip.kind == "tpu":
-        say(f"compiling the {_form(compiled)} step for {pod.name}: one to four minutes of CPU time ...")
+        say(f"compiling the {_form(compiled)} step for {pod.name}, which takes minutes ...")
     figures = compiled_step.figures(program.make, compiled, pod, cache=cache)
     train, mesh = config.train, config.mesh
     plan = Plan(

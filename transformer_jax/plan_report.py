@@ -198,7 +198,7 @@ def _collective_lines(found: dict[str, Any]) -> list[str]:
     lines = ["", "collectives of a step       group    count       MiB   started ahead"]
     for c in found["collectives"]:
         ahead = f"{c['bytes_ahead'] / c['bytes']:.0%}" if c["bytes"] else "-"
-        lines.append(f"  {c['kind']:<24}{c['group']:>7}{c['count']:>9,.0f}{c['bytes'] / MIB:>10,.1f}{ahead:>16}")
+        lines.append(f"  {c['kind']:<24}{c['group'] or '-':>7}{c['count']:>9,.0f}{c['bytes'] / MIB:>10,.1f}{ahead:>16}")
     if any(c["kind"] == hlo_text.CROSS_SLICE for c in found["collectives"]):
         lines.append(f"  ({hlo_text.CROSS_SLICE} leaves the slice; its time is in no figure below)")
     whole = found["rematerializations"]
@@ -210,6 +210,10 @@ def _collective_lines(found: dict[str, Any]) -> list[str]:
 def _span(numbers: list[float], form: str, unit: str = "") -> str:
     texts = [format(n, form) for n in numbers]
     return (texts[0] if len(set(texts)) == 1 else f"{texts[0]} to {texts[-1]}") + unit
+
+
+def _duration(days: list[float]) -> str:
+    return _span(days, ",.1f", " days") if days[-1] >= 2 else _span([24 * d for d in days], ",.2f", " hours")
 
 
 def _time_lines(found: dict[str, Any], tpu: bool) -> list[str]:
@@ -225,7 +229,7 @@ def _time_lines(found: dict[str, Any], tpu: bool) -> list[str]:
     if not tpu:
         if rates:
             lines.append(f"  at least                      {ms['least']:10.2f}")
-            lines += ["", _line("whole run", f"{found['steps']:,} steps: at least {_span(found['days'], ',.3g')} days, "
+            lines += ["", _line("whole run", f"{found['steps']:,} steps: at least {_duration(found['days'])}, "
                                 f"{_span(found['chip_hours'], ',.1f')} chip-hours")]  # fmt: skip
         return lines
     unpriced = ", ".join(f"{n:,.0f} {name}" for name, n in sorted(found["unpriced"].items()))
@@ -239,7 +243,7 @@ def _time_lines(found: dict[str, Any], tpu: bool) -> list[str]:
         "",
         _line("tokens/s", _span(found["tokens_per_second"], ",.0f")),
         _line("share of peak", _span([100 * x for x in found["flops_share"]], ".0f", " % (model FLOPs)")),
-        _line("whole run", f"{found['steps']:,} steps: {_span(found['days'], ',.3g')} days, "
+        _line("whole run", f"{found['steps']:,} steps: {_duration(found['days'])}, "
               f"{_span(found['chip_hours'], ',.0f')} chip-hours"),
         "",
         "most cycles",
