@@ -306,7 +306,10 @@ def matrix_lines(matrix: dict[str, Any]) -> list[str]:
         ]
         pairs.sort(key=lambda x: (-x[0], x[1], x[2]))
         shown = [f"  {n} of {labels[i]} taken for {labels[j]}" for n, i, j in pairs[:12]]
-        return [*shown, f"  ({len(pairs)} kinds of mistake in all; the whole matrix is in result.json)"]
+        return [
+            *shown,
+            f"  ({len(pairs)} kind{'s' * (len(pairs) != 1)} of mistake in all; the whole matrix is in result.json)",
+        ]
     width = max(6, *(len(name) + 2 for name in labels))
     rows = [" " * width + "".join(f"{name:>{width}}" for name in labels)]
     rows += [
