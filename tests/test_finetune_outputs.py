@@ -9,7 +9,7 @@ import pytest
 from tiny_bert import tiny_tokenizer
 
 from bert_jax.finetune import features, outputs
-from bert_jax.finetune.evaluation import matrix_lines
+from bert_jax.finetune.evaluation import figure_names, figures, matrix_lines
 from bert_jax.finetune.loading import is_finetuned
 from bert_jax.finetune.predict import plain_examples
 from bert_jax.finetune.records import Example
@@ -144,3 +144,13 @@ def test_a_folder_inside_a_fine_tuned_run_is_not_that_run(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "exported").mkdir()
     assert is_finetuned(tmp_path) and not is_finetuned(tmp_path / "exported")
+
+
+@pytest.mark.parametrize(("positive", "f1"), [("", None), ("b", 2 / 3)])
+def test_the_f1_of_one_class_is_given_where_it_is_asked_for(positive, f1):
+    examples = [Example(str(i), i, label=name) for i, name in enumerate("abcb")]
+    found = outputs.Predictions(tuple(examples), probabilities=np.eye(3)[[0, 1, 2, 2]])
+    task = TaskConfig(labels=("a", "b", "c"), positive=positive)
+    scores = figures(task, HeadConfig("classification", task.labels), found, 0.5)
+    assert tuple(scores) == figure_names(task) and scores["n"] == 4 and scores["accuracy"] == 0.75
+    assert scores.get("f1") == (None if f1 is None else pytest.approx(f1))

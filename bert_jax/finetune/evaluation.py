@@ -162,10 +162,10 @@ def figures(
     if head.kind == "classification":
         place = {name: i for i, name in enumerate(head.labels)}
         true_N, said_N = np.array([place[str(e.label)] for e in examples]), found.classes()
-        out = scorers.classification_scores(true_N, said_N, len(head.labels))
-        if "f1" in figure_names(task):
-            positive = place[task.positive or head.labels[-1]]
-            out["f1"] = scorers.f1(true_N, said_N, len(head.labels), "binary", positive)
+        positive = place[task.positive or head.labels[-1]]
+        every = scorers.classification_scores(true_N, said_N, len(head.labels), positive)
+        # Of many classes the F1 of one means nothing unless it is asked for.
+        out = {name: every[name] for name in figure_names(task) if name in every}
     elif head.kind == "multi_label":
         sets = [set(e.label if isinstance(e.label, tuple) else ()) for e in examples]
         true_NC = np.array([[name in chosen for name in head.labels] for chosen in sets])
