@@ -1,4 +1,4 @@
-"""The commands that look into a model without training it: `embed`."""
+"""The commands that look into a model without training it: `embed` and `attention`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ def add(commands: Any) -> None:
     sub.add_argument("--stride", metavar="N", type=int, default=0, help="of windows (default: half of the room)")
     sub.add_argument("--encoding-errors", choices=["strict", "replace"], default="strict")
     sub.add_argument("--overwrite", action="store_true", help="replace files that are there")
+
+    sub = command.add(commands, "attention", _attention, "a page with the attention weights of every layer and head")
+    sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
+    sub.add_argument("text", metavar="TEXT")
+    sub.add_argument("text_b", metavar="TEXT_B", nargs="?", help="the second text of a pair")
+    sub.add_argument("--out", metavar="PAGE.html", required=True, help="one file, which needs no network")
 
 
 def _add_features(sub: argparse.ArgumentParser, which: list[str]) -> None:
@@ -70,4 +76,15 @@ def _embed(args: argparse.Namespace, rest: list[str]) -> int:
         overwrite=args.overwrite,
         encoding_errors=args.encoding_errors,
     )
+    return 0
+
+
+def _attention(args: argparse.Namespace, rest: list[str]) -> int:
+    from bert_jax.attention import write_page
+    from transformer_jax.report import quiet_libraries
+
+    quiet_libraries()
+    command.keep_programs()
+    write_page(args.checkpoint, args.text, args.text_b, args.out)
+    print(args.out)
     return 0
