@@ -312,3 +312,12 @@ def test_the_compiled_step_takes_no_more_memory_cycles_or_traffic_than_it_did(ca
         assert found.key == kept["key"] and found.shortage is None  # the same program, the same compiler
         return
     assert plan_cases.grown(plan_cases.entry(found), kept) == []
+
+
+@needs_libtpu
+def test_an_array_that_the_partitioner_makes_whole_is_seen_in_what_the_compiler_says(tmp_path):
+    """So that none seen in the steps above means that there is none."""
+    found = compiled_step.figures(failing_steps.makes_an_array_whole, tiny(tmp_path), pod("v5e-16"), cache=tmp_path)
+    assert found.schedule is not None and found.rematerializations
+    again = compiled_step.figures(failing_steps.makes_an_array_whole, tiny(tmp_path), pod("v5e-16"), cache=tmp_path)
+    assert again.cached and again.rematerializations == found.rematerializations

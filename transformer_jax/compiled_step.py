@@ -47,6 +47,10 @@ ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5e-4",
     # There is no TPU to guard, and several compilations may run at once.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    # The compiler's warnings go to standard error, where they are read, and not to files of its own.
+    "TPU_STDERR_LOG_LEVEL": "1",
+    "TPU_MIN_LOG_LEVEL": "1",
+    "TPU_LOG_DIR": "disabled",
     # The cache of programs cannot read what is compiled for other devices than there are, and warns.
     "JAX_ENABLE_COMPILATION_CACHE": "false",
 }
