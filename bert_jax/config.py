@@ -9,6 +9,7 @@ from transformer_jax.config import (
     CheckpointConfig,
     ConfigError,
     EncoderConfig,
+    HostsConfig,
     MeshConfig,
     OptimizerConfig,
     TrainConfig,
@@ -106,4 +107,5 @@ class PretrainConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
     init: InitConfig = dataclasses.field(default_factory=InitConfig)

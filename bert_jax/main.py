@@ -109,13 +109,14 @@ def _pretrain(args: argparse.Namespace, rest: list[str]) -> int:
     config = run_file.load_run(args.run, rest)
     if args.keys:
         run_file.override(config, ["--help"])
-    command.keep_freed_memory()
+    command.before_training(config.hosts)
     from bert_jax.pretrain import pretrain
     from bert_jax.run_page import write_run_page
 
-    return command.training(
-        lambda stop: pretrain(config, force=args.force, stop=stop), write_run_page, Path(config.run_dir), args.json
-    )
+    def train(stop: Any, clock: Any) -> Any:
+        return pretrain(config, force=args.force, stop=stop, clock=clock)
+
+    return command.training(train, write_run_page, config, args.json)
 
 
 def _finetune(args: argparse.Namespace, rest: list[str]) -> int:

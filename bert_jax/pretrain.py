@@ -20,6 +20,7 @@ from bert_jax.task import PretrainingTask
 from transformer_jax import config as core
 from transformer_jax import corpora, optim, run, sharding
 from transformer_jax.config import ConfigError, UserError
+from transformer_jax.goodput import Clock
 from transformer_jax.prepare import asked_otherwise
 from transformer_jax.run import Start
 from transformer_jax.run_file import write_config
@@ -100,12 +101,13 @@ def pretrain(
     force: bool = False,
     stop: StopSignal | None = None,
     on_step: Callable[[int, dict[str, float]], None] = lambda step, values: None,
+    clock: Clock | None = None,
 ) -> RunResult:
     """Train, or go on training: where the run folder holds a checkpoint, the run goes on exactly as if never stopped.
 
     Args:
       config: from `run_file.load_run`.
-      force, stop, on_step: see `transformer_jax.run.run`.
+      force, stop, on_step, clock: see `transformer_jax.run.run`.
 
     Raises:
       UserError: anything the user can mend, before a long job starts wherever that is possible.
@@ -131,6 +133,7 @@ def pretrain(
         force=force,
         stop=stop,
         on_step=on_step,
+        clock=clock,
     )
 
 

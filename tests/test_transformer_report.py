@@ -44,10 +44,11 @@ def test_model_flops_utilisation_is_told_where_the_peak_is_known(tmp_path, monke
 
 def test_time_aside_is_kept_out_of_the_rates(tmp_path, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("transformer_jax.report.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("transformer_jax.goodput.time.perf_counter", lambda: clock[0])
     with Reporter(tmp_path, 10, 1) as reporter:
         with reporter.timed("evaluation"):
             clock[0] += 100
+        reporter.clock.enter("step")
         clock[0] += 2
         reporter.step(1, values(1), 0.0, 0.0)
     (record,) = read_records(tmp_path / "metrics.jsonl")

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from transformer_jax.config import UserError
 
 if TYPE_CHECKING:
+    from transformer_jax.config import HostsConfig
+    from transformer_jax.goodput import Clock
     from transformer_jax.preparation import Progress
     from transformer_jax.signals import StopSignal
     from transformer_jax.train import RunResult
@@ -30,7 +32,8 @@ Function = Callable[[argparse.Namespace, list[str]], int]
 
 
 def main(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
-    """Run one command; returns the exit code: 0 done, 2 a mistake the user can mend, 128 + N stopped by signal N."""
+    """Run one command; returns the exit code: 0 done, 2 a mistake the user can mend, 128 + N stopped by signal N, and
+    75 for training on several hosts of which one is lost (see `transformer_jax.exit_codes`)."""
     for argument in sys.argv[1:] if arguments is None else arguments:
         if any("\ud800" <= character <= "\udfff" for character in argument):
             print(f"error: {argument!r} on the command line is not UTF-8; write it in UTF-8", file=sys.stderr)
@@ -111,25 +114,43 @@ def add_verify(commands: Any) -> None:
     sub.add_argument("run", metavar="RUN", help="a run folder or RUN@STEP")
 
 
+def before_training(hosts: HostsConfig) -> None:
+    """Before JAX is imported for training: memory (see `keep_freed_memory`), and a parent where there are several hosts
+    (see `transformer_jax.supervisor`)."""
+    from transformer_jax import supervisor
+    from transformer_jax.hosts import several_asked_for
+
+    keep_freed_memory()
+    if several_asked_for(hosts):
+        supervisor.supervise()
+
+
 def training(
-    train: Callable[[StopSignal], RunResult], write_page: Callable[[Path], Path], run_dir: Path, as_json: bool
+    train: Callable[[StopSignal, Clock], RunResult], write_page: Callable[[Path], Path], config: Any, as_json: bool
 ) -> int:
-    """Train under the signals that ask to stop, print the held-out figures if asked to, and write the run's page.
+    """Join the other hosts, train under the signals that ask to stop, print the held-out figures if asked to, and write
+    the run's page.
 
     Args:
-      train: the training, to be called with the signal.
+      train: the training, to be called with the signal and the clock.
+      config: has `hosts` and `run_dir`.
     """
+    from transformer_jax import hosts
+    from transformer_jax.goodput import Clock, process_age
     from transformer_jax.report import quiet_libraries
     from transformer_jax.signals import StopSignal
 
+    clock = Clock(process_age())
     quiet_libraries()
-    with StopSignal() as stop:
-        result = train(stop)
-    if result.interrupted:
-        return stop.exit_code
-    if as_json and result.evaluation is not None:
-        print(json_line(result.evaluation))
-    print(f"page: {write_page(run_dir)}", file=sys.stderr)
+    with hosts.joined(config.hosts) as links:
+        with StopSignal() as stop:
+            result = train(stop, clock)
+        if result.interrupted:
+            return stop.exit_code
+        if links is None or links.index == 0:
+            if as_json and result.evaluation is not None:
+                print(json_line(result.evaluation))
+            print(f"page: {write_page(Path(config.run_dir))}", file=sys.stderr)
     return 0
 
 

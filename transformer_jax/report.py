@@ -12,7 +12,6 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +20,8 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
+
+from transformer_jax.goodput import Clock, TimesFile, table
 
 # Peak bfloat16 FLOP/s of one device, by what JAX calls it (vendors' data sheets; v2 and v3 count cores, 7x halves).
 PEAK_FLOPS = {
@@ -53,9 +54,13 @@ class Reporter:
       log_every: steps between log lines.
       first_step: the step the run goes on from; records of later steps, from before a stop, are taken out. With several
         processes, make one only when all of them have that step.
+      clock: where the process's time goes; by default it begins now.
     """
 
-    def __init__(self, run_dir: Path, total_steps: int, log_every: int, first_step: int = 0):
+    def __init__(
+        self, run_dir: Path, total_steps: int, log_every: int, first_step: int = 0, clock: Clock | None = None
+    ):
+        self.clock = clock or Clock()
         self.run_dir, self.total_steps, self.log_every = run_dir, total_steps, max(log_every, 1)
         self._first_step = first_step
         self.writes = jax.process_index() == 0
@@ -71,6 +76,8 @@ class Reporter:
         if self.writes:
             self._records = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
             self._log = (run_dir / "log.txt").open("a", encoding="utf-8")
+            self._times = TimesFile(run_dir, self.clock, first_step)
+            self._step = first_step
             self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
             if self.console.is_terminal:
                 self._progress = Progress(
@@ -82,9 +89,8 @@ class Reporter:
         self._reset()
 
     def _reset(self) -> None:
-        self._since = time.perf_counter()
+        self._before = self.clock.totals()
         self._steps, self._tokens, self._flops, self._waited = 0, 0.0, 0.0, 0.0
-        self._aside: dict[str, float] = {}
 
     def __enter__(self) -> Reporter:
         return self
@@ -94,14 +100,16 @@ class Reporter:
     ) -> None:
         self.close()
 
-    @contextlib.contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Time that is not training (evaluation, saving): kept out of the rates and recorded under its own name."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._aside[what] = self._aside.get(what, 0.0) + time.perf_counter() - start
+    def timed(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Time of a phase of the clock. What is not training (compilation, evaluation, saving) is kept out of the rates
+        and recorded under its own name."""
+        return self.clock.within(what)
+
+    def note_time(self, step: int) -> None:
+        """Note what the time went to up to this step, of which a save has begun or a line was written."""
+        if self.writes:
+            self._step = step
+            self._times.write(step)
 
     def step(self, step: int, values: dict[str, float], flops: float, waited: float) -> None:
         """One training step's means, its model FLOPs, and the seconds that the loop waited for its batch."""
@@ -113,8 +121,9 @@ class Reporter:
             self._progress.update(self._bar, completed=step)
         if step % self.log_every and step != self.total_steps and step != 1:
             return
-        aside = sum(self._aside.values())
-        seconds = max(time.perf_counter() - self._since - aside, 1e-9)
+        now = self.clock.totals()
+        spent = {name: now[name] - self._before[name] for name in now}
+        seconds = max(spent["step"] + spent["input"], 1e-9)
         record: dict[str, Any] = {"step": step, "split": "train"} | values
         if slots := values.get("n/slots"):
             record["fill"] = values["n/tokens"] / slots
@@ -124,15 +133,17 @@ class Reporter:
             "input_wait_seconds": self._waited,
             "seconds": seconds,
         }
-        record |= {f"{name}_seconds": value for name, value in self._aside.items()}
+        aside = ("start", "compile", "evaluation", "saving")
+        record |= {f"{name}_seconds": spent[name] for name in aside if spent[name] > 0}
         if self.peak is not None:
             record["mfu"] = self._flops / seconds / self.peak
         self._write(record)
-        # The first step of a process is compiled in its time, which says nothing of the others.
+        # The first step of a process says nothing of the others.
         left = _clock((self.total_steps - step) * seconds / self._steps) if step > self._first_step + 1 else "?"
         shown = "  ".join(f"{k} {record[k]:.4g}" for k in _shown(record))
         rate = f"{record['tokens_per_second']:,.0f} tokens/s"
         self.line(f"step {step}/{self.total_steps}  {shown}  {rate}  {left} left")
+        self.note_time(step)
         self._reset()
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
@@ -154,9 +165,19 @@ class Reporter:
         else:
             print(text, file=sys.stderr, flush=True)
 
+    def where_time_went(self) -> None:
+        """The table of the run's time, as lines."""
+        if self.writes:
+            self._times.write(self._step)
+            self.line("where the time went, over all starts of this run:")
+            for line in table(self.run_dir):
+                self.line(line)
+
     def close(self) -> None:
         if not self.writes or self._records.closed:
             return
+        self._times.write(self._step)
+        self._times.close()
         if self._progress is not None:
             self._progress.stop()
         self._records.close()

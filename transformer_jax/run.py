@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from transformer_jax import checkpoint, lock, optim, sharding
+from transformer_jax import checkpoint, exit_codes, host_check, hosts, lock, optim, sharding
 from transformer_jax import config as core
 from transformer_jax.checkpoint import Checkpoints, NoCheckpointError
 from transformer_jax.config import ConfigError, UserError
+from transformer_jax.goodput import Clock
 from transformer_jax.report import Reporter
 from transformer_jax.shards import Shards
 from transformer_jax.signals import StopSignal
 from transformer_jax.train import Data, Engine, Evaluation, RunResult, TrainState, Validation, train
+from transformer_jax.watchdog import Watchdog
 
 
 class Stream(Data, Protocol):
@@ -69,6 +72,7 @@ def run(
     stop: StopSignal | None = None,
     on_step: Callable[[int, dict[str, float]], None] = lambda step, values: None,
     validation: Validation | None = None,
+    clock: Clock | None = None,
 ) -> RunResult:
     """Train, or go on training: where the run folder holds a checkpoint, the run goes on exactly as if never stopped.
 
@@ -84,16 +88,19 @@ def run(
       stop: asks to save and leave; without it signals keep their usual meaning.
       on_step: called with each step's number and means, one step late.
       validation: figures beside the task's own, see `transformer_jax.train.Validation`.
+      clock: where the time of this process goes; by default it begins now.
 
     Raises:
       UserError: anything the user can mend, before a long job starts wherever that is possible.
     """
-    run_dir = Path(config.run_dir)
+    run_dir, clock = Path(config.run_dir), clock or Clock()
     with contextlib.ExitStack() as stack:
+        alike = stack.enter_context(_together(config, engine, meta, clock))
         if jax.process_index() == 0:
             busy = f"another process is training in {run_dir}; wait for it or stop it, or name another run_dir"
             stack.enter_context(lock.locked(run_dir, busy))
         checkpoints = stack.enter_context(contextlib.closing(Checkpoints(run_dir / "checkpoints", config.checkpoint)))
+        stack.enter_context(hosts.leaving_at_once())
         digest = meta["tokenizer_digest"]
         start = starting_point(config, engine, data, checkpoints, digest, check_resume, start_elsewhere, force)
         first_step = int(jax.device_get(start.state.step))
@@ -101,14 +108,14 @@ def run(
         if jax.process_index() == 0 and not done:  # of a run that is done, the files say what it was
             write_files(run_dir)
         checkpoints.try_to_write()
-        with Reporter(run_dir, config.train.steps, config.train.log_every, first_step) as reporter:
-            for line in (*warnings, *_unmeasured(config, evaluation, validation), *start.notes, *opening_lines):
+        with Reporter(run_dir, config.train.steps, config.train.log_every, first_step, clock) as reporter:
+            for line in (*warnings, *_unmeasured(config, evaluation, validation), *start.notes, *opening_lines, *alike):
                 reporter.line(line)
             if done:
                 reporter.line(f"step {first_step} of {config.train.steps} is done: nothing to train")
             else:
                 reporter.line("compiling the training step ...")
-            return train(
+            result = train(
                 engine,
                 start.state,
                 data,
@@ -123,6 +130,27 @@ def run(
                 on_step=on_step,
                 validation=validation,
             )
+            reporter.where_time_went()
+            return result
+
+
+@contextlib.contextmanager
+def _together(config: Any, engine: Engine, meta: Mapping[str, Any], clock: Clock) -> Iterator[list[str]]:
+    """Of several processes: check that they are alike, and watch that this one moves on. Gives lines to print."""
+    if jax.process_count() == 1:
+        yield []
+        return
+    run_dir, links = Path(config.run_dir), hosts.links()
+    names = links.names if links is not None else ["?"] * jax.process_count()
+    log = run_dir / "log.txt" if jax.process_index() == 0 else None
+
+    def leave(why: str) -> None:
+        if links is not None:
+            links.say_goodbye(exit_codes.RESTART, why)
+        os._exit(exit_codes.RESTART)
+
+    with Watchdog(clock, config.hosts, log, leave):
+        yield host_check.check(config, meta, engine.mesh, run_dir, names)
 
 
 def _unmeasured(config: Any, evaluation: Evaluation | None, validation: Validation | None) -> list[str]:
@@ -320,7 +348,8 @@ def opening_lines(config: Any, engine: Engine, data: Stream, model: str, row_len
         f"{config.preset}: {model}",
         f"mesh {shape} of {jax.device_count()} {jax.devices()[0].device_kind} devices, preset {config.mesh.preset}",
         f"batch {train.batch_size} rows of {row_length}: "
-        f"{train.batch_size // jax.process_count()} per host, {train.batch_size // devices} per device"
+        f"{sum(count for _, count in sharding.host_rows(train.batch_size, engine.mesh))} per host, "
+        f"{train.batch_size // devices} per device"
         + (f", in {train.accumulate} parts" if train.accumulate > 1 else ""),
         f"data {data.fingerprint[:12]}, {rows:,} rows in the first epoch, "
         f"{train.steps * train.batch_size / max(rows, 1):.2f} epochs in all",

@@ -101,6 +101,7 @@ def check_resume(
       ConfigError: differences that do not fit the stored state, or that would silently make it another run.
     """
     changed = core.differences(stored, core.to_builtins(config))
+    changed = {key: values for key, values in changed.items() if key.partition(".")[0] != "hosts"}
     lines = {key: f"{key}: {old!r} in the checkpoint, {new!r} now" for key, (old, new) in changed.items()}
     wrong = [line for key, line in lines.items() if key.startswith(fixed)]
     if wrong:
@@ -122,6 +123,9 @@ def check_resume(
 def write_config(folder: Path, config: Any, beside: Sequence[str] = ()) -> None:
     """Write `config.toml`, which `load_run` reads back to the same: files it names are seen from its own folder."""
     folder.mkdir(parents=True, exist_ok=True)
+    # Who the process was that wrote this is nothing that another run should take over.
+    if hasattr(config, "hosts"):
+        config = with_value(config, "hosts", dataclasses.replace(config.hosts, coordinator="", processes=0, process=-1))
     for key in beside:
         name = value_of(config, key)
         if name and not Path(name).is_absolute():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer_jax import config as core
+from transformer_jax import goodput
 from transformer_jax.config import UserError
 from transformer_jax.page import write_page
 from transformer_jax.report import read_records
@@ -29,6 +30,8 @@ def write_run_page(run_dir: Path, config_class: type[Any]) -> Path:
         last = next((r for r in reversed(records) if r["split"] == split), None)
         if last is not None:
             tables[f"{title}, step {last['step']}"] = {k: v for k, v in last.items() if k not in ("step", "split")}
+    if times := goodput.rows(run_dir):
+        tables["Where the time went"] = dict(times)
     texts = {}
     settings = core.load(config_class, core.read_toml(file), str(file))
     data_report = Path(settings.data.prepared) / "report.txt"

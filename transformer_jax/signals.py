@@ -9,6 +9,8 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+from transformer_jax.supervisor import PASSED_ON
+
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -31,7 +33,7 @@ class StopSignal:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in STOPPING:
+        for number in (*STOPPING, *PASSED_ON):
             self._before[number] = signal.signal(number, self._handle)
         self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._watcher.start()
@@ -61,19 +63,22 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # The flag is set here too, in case a library has put its own socket in the place of ours for a while.
-        self._received = self._received or number
+        self._received = self._received or PASSED_ON.get(number, signal.Signals(number))
 
     def _watch(self) -> None:
         with self._reader:
-            came = 0
+            came = {"here": 0, "parent": 0}
             while numbers := self._reader.recv(1):
-                number = numbers[0]
+                way = "parent" if numbers[0] in PASSED_ON else "here"
+                number = PASSED_ON.get(numbers[0], numbers[0])
                 if number not in STOPPING:
                     continue
-                came += 1
-                if came == 2:
+                came[way] += 1
+                if came[way] == 2:
                     os.write(2, b"second signal: leaving at once, without saving\n")
                     os._exit(128 + number)
+                if sum(came.values()) > 1:
+                    continue  # the same signal, to the parent and to this process
                 self._received = self._received or number
                 name = signal.Signals(number).name
                 os.write(2, f"{name}: saving after this step, then leaving; once more leaves at once\n".encode())

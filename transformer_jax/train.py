@@ -377,7 +377,11 @@ def train(
     step = first = int(jax.device_get(state.step))
     last_evaluation: dict[str, float] | None = None
     pending: tuple[int, Sums] | None = None
-    leave = sharding.Vote(engine.mesh, stop)
+    vote = sharding.Vote(engine.mesh, stop)
+
+    def leave() -> bool:
+        reporter.clock.beat()  # asked for with each step and each batch of an evaluation
+        return vote()
 
     def rows_before(step: int) -> int:
         return first_row + (step - first) * config.batch_size
@@ -435,6 +439,7 @@ def train(
         position |= {"seed": config.seed, "fingerprint": data.fingerprint}
         metric = (last_evaluation or {}).get(best_metric)
         with reporter.timed("saving"):
+            reporter.note_time(step)
             checkpoints.save(step, state._asdict(), position, meta, metric)
 
     batches = prefetch(make, first, config.steps, config.prefetch, engine.put)
@@ -446,10 +451,14 @@ def train(
             if last_evaluation is not None and best_metric in last_evaluation:
                 checkpoints.set_metric(first, last_evaluation[best_metric])
 
+        reporter.clock.enter("step")
         while step < config.steps and not leaving:
-            batch = next(batches)
-            state, metrics = engine.train_step(state, batch, engine.dropout_key)
+            with reporter.timed("input"):
+                batch = next(batches)
+            with reporter.timed("compile" if step == first else "step"):
+                state, metrics = engine.train_step(state, batch, engine.dropout_key)
             step += 1
+            reporter.clock.stepped()
             # Step n's numbers are read only now that step n + 1 runs: the host never holds up the device.
             if pending is not None:
                 finish(*pending)
@@ -471,6 +480,7 @@ def train(
 
         with reporter.timed("saving"):
             checkpoints.wait()
+        reporter.clock.enter("end")
 
     interrupted = step < config.steps or (evaluation_due(step) and last_evaluation is None)
     if interrupted:

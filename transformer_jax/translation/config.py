@@ -11,6 +11,7 @@ from transformer_jax.config import (
     CheckpointConfig,
     ConfigError,
     EncoderConfig,
+    HostsConfig,
     MeshConfig,
     OptimizerConfig,
     TrainConfig,
@@ -275,6 +276,7 @@ class TranslationConfig:
     optimizer: TranslationOptimizerConfig = dataclasses.field(default_factory=TranslationOptimizerConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
     init: InitConfig = dataclasses.field(default_factory=InitConfig)
 
     def __post_init__(self) -> None:

@@ -121,11 +121,11 @@ def _train(args: argparse.Namespace, rest: list[str]) -> int:
     config = run_file.load_run(args.run, rest)
     if args.keys:
         run_file.override(config, ["--help"])
-    command.keep_freed_memory()
+    command.before_training(config.hosts)
     from transformer_jax.translation.train import train
 
     return command.training(
-        lambda stop: train(config, force=args.force, stop=stop), _write_page, Path(config.run_dir), args.json
+        lambda stop, clock: train(config, force=args.force, stop=stop, clock=clock), _write_page, config, args.json
     )
 
 

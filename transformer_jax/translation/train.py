@@ -16,6 +16,7 @@ from transformer_jax import bert_encoder, optim, run, sharding
 from transformer_jax import config as core
 from transformer_jax.bert_encoder import BertEncoder
 from transformer_jax.config import ConfigError, UserError
+from transformer_jax.goodput import Clock
 from transformer_jax.run import Start
 from transformer_jax.run_file import write_config
 from transformer_jax.shards import Shards
@@ -119,13 +120,14 @@ def train(
     force: bool = False,
     stop: StopSignal | None = None,
     on_step: Callable[[int, dict[str, float]], None] = lambda step, values: None,
+    clock: Clock | None = None,
     translate: Translate = validation_translate,
 ) -> RunResult:
     """Train, or go on training: where the run folder holds a checkpoint, the run goes on exactly as if never stopped.
 
     Args:
       config: from `run_file.load_run`.
-      force, stop, on_step: see `transformer_jax.run.run`.
+      force, stop, on_step, clock: see `transformer_jax.run.run`.
       translate: the decoder that `validation.lines` of the validation pairs are translated and scored with.
 
     Raises:
@@ -153,6 +155,7 @@ def train(
         force=force,
         stop=stop,
         on_step=on_step,
+        clock=clock,
         validation=validation(config, vocabularies, heldout, translate),
     )
 
