@@ -1,4 +1,4 @@
-"""The commands that look into a model without training it: `embed` and `attention`."""
+"""The commands that look into a model without training it: `embed`, `probe` and `attention`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ def add(commands: Any) -> None:
     sub.add_argument("--stride", metavar="N", type=int, default=0, help="of windows (default: half of the room)")
     sub.add_argument("--encoding-errors", choices=["strict", "replace"], default="strict")
     sub.add_argument("--overwrite", action="store_true", help="replace files that are there")
+
+    sub = command.add(commands, "probe", _probe, "a linear model on frozen features, scored on a task", True)
+    sub.add_argument("task", metavar="TASK.toml", help="as for finetune; any key can be given as --section.key value")
+    sub.add_argument("--from", dest="checkpoint", metavar="CHECKPOINT", required=True, help=CHECKPOINT)
+    _add_features(sub, ["mean", "cls", "pooled"])
+    sub.add_argument("--json", action="store_true", help="the figures as JSON")
 
     sub = command.add(commands, "attention", _attention, "a page with the attention weights of every layer and head")
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
@@ -76,6 +82,20 @@ def _embed(args: argparse.Namespace, rest: list[str]) -> int:
         overwrite=args.overwrite,
         encoding_errors=args.encoding_errors,
     )
+    return 0
+
+
+def _probe(args: argparse.Namespace, rest: list[str]) -> int:
+    from bert_jax.featurizer import FeatureConfig
+    from bert_jax.finetune.task_file import load_task
+    from bert_jax.probe import probe, table
+    from transformer_jax.report import quiet_libraries
+
+    task, settings = load_task(args.task, rest), FeatureConfig(**_features(args))
+    quiet_libraries()
+    command.keep_programs()
+    found = probe(task, args.checkpoint, settings)
+    print(command.json_line(found) if args.json else table(found))
     return 0
 
 
