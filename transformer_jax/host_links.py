@@ -145,8 +145,8 @@ class Links:
 
 
 def code_after(lost: Lost) -> int:
-    """With what the others end: a mistake of the user's on one host is not mended by starting all again."""
-    return exit_codes.MISTAKE if lost.code == exit_codes.MISTAKE else exit_codes.RESTART
+    """With what the others end: what is wrong on one host is not mended by starting all of them again."""
+    return lost.code if lost.code in (exit_codes.FAULT, exit_codes.MISTAKE) else exit_codes.RESTART
 
 
 def meet(
