@@ -127,7 +127,7 @@ def table(found: dict[str, Any]) -> str:
             out.append(f"  {label}".ljust(20) + "".join(f"{row[k]:>{max(width, 10)}.4f}" for k in shown))
     first = next(iter(found["dev"]))
     out.append(
-        f"L2 {found['l2']:g}, of {', '.join(f'{p:g}' for p in PENALTIES)} the best by {found['metric']} on {first} itself"
+        f"L2 {found['l2']:g}, of {', '.join(f'{p:g}' for p in PENALTIES)} the best by {found['metric']} on {first}"
     )
     return "\n".join(out)
 

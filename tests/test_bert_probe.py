@@ -121,9 +121,9 @@ def test_what_cannot_be_probed_is_refused(run, tmp_path):
     task = tiny_finetune.task(tmp_path)
     with pytest.raises(UserError, match="is of the kind span, and linear probes are for classification"):
         probe(task_file.override(task, ["--kind", "span"]), run)
-    with pytest.raises(ConfigError, match="inputs.max_seq_length is 64, and the model has 32 positions"):
+    with pytest.raises(ConfigError, match=r"inputs\.max_seq_length is 64, and the model has 32 positions"):
         probe(task_file.override(task, ["--inputs.max_seq_length", "64"]), run)
     with pytest.raises(UserError, match="features of every piece are for tags"):
         probe(task, run, FeatureConfig(features="tokens"))
-    with pytest.raises(ConfigError, match="data.dev is empty"):
+    with pytest.raises(ConfigError, match=r"data\.dev is empty"):
         probe(task_file.override(task, ["--data.dev", ""]), run, say=lambda line: None)
