@@ -210,7 +210,7 @@ def test_a_fault_of_one_process_ends_the_other_with_its_reason(tmp_path):
 def test_saved_by_four_processes_a_run_goes_on_with_one_two_or_three(alone, tmp_path, monkeypatch):
     """C026, C031, C032, C037: the signal comes to one process of four, during the evaluation; all save the same step.
     The others make the same global batches, and every evaluation counts 7 rows."""
-    with Processes(tmp_path / "four", settings(tmp_path / "four"), 4, what=("evaluation", 2, 5)) as processes:
+    with Processes(tmp_path / "four", settings(tmp_path / "four"), 4, what=("evaluation", 2, 6)) as processes:
         assert set(processes.codes().values()) == {128 + signal.SIGTERM}, processes.err(0)
     assert checkpoint.steps(tmp_path / "four" / "run") == [4, 6]
     assert "a signal to another process: step 6 is saved" in processes.err(0)

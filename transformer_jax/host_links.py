@@ -90,7 +90,12 @@ class Links:
                     connection.send(message)
 
     def _watch(self) -> None:
-        selector = selectors.DefaultSelector()
+        with selectors.DefaultSelector() as selector:
+            self._listen(selector)
+        for connection in self._connections.values():
+            connection.close()
+
+    def _listen(self, selector: selectors.BaseSelector) -> None:
         heard = {}
         for process, connection in self._connections.items():
             selector.register(connection.socket, selectors.EVENT_READ, process)
@@ -255,8 +260,10 @@ def _come(address: str, host: str, port: int, count: int, index: int, limit: flo
     # Process 0 knows more of who is missing, so its word is waited for a little longer.
     answer = connection.first(max(deadline - time.monotonic(), 0) + 5.0)
     if answer is None:
+        connection.close()
         raise unreached
     if "begin" not in answer:
+        connection.close()
         kind = JoinError if answer.get("again") else UserError
         raise kind(str(answer.get("wrong", "process 0 gave no reason")))
     return Links(index, list(answer["begin"]), {0: connection}, int(answer["port"]), silence)

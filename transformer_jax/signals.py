@@ -63,7 +63,7 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # The flag is set here too, in case a library has put its own socket in the place of ours for a while.
-        self._received = self._received or PASSED_ON.get(number, signal.Signals(number))
+        self._received = self._received or PASSED_ON.get(number, number)
 
     def _watch(self) -> None:
         with self._reader:
