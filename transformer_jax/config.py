@@ -214,11 +214,11 @@ class HostsConfig:
     heartbeat: int = 45
     """Seconds without a sign of life after which a process counts as lost, and all others end."""
     step_limit: float = 300.0
-    """Seconds that a step, or a batch of an evaluation, may take before the process counts as stalled and ends ..."""
+    """Seconds that a step may take before the process counts as stalled and ends ..."""
     step_factor: float = 20.0
     """... or so many times the median step, where that is longer."""
     phase_limit: float = 3600.0
-    """The same for what has no rhythm: start, compilation, evaluation, saving."""
+    """The same for a batch of an evaluation, and for start, compilation and saving."""
 
     def __post_init__(self) -> None:
         for name, least in (("processes", 0), ("process", -1), ("join_limit", 1.0), ("heartbeat", 5),
