@@ -27,9 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bert-jax", description=DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="bert-jax", description=DESCRIPTION, formatter_class=command.Help)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    command.add_prepare(commands, _prepare, "make the vocabulary and token shards of a run's corpora, with a report")
+    command.add_prepare(commands, _prepare, "make the vocabulary and token shards of a run's text")
     command.add_training(commands, "pretrain", _pretrain)
 
     sub = command.add(commands, "finetune", _finetune, "fine-tune a checkpoint on a task, and evaluate it", True)

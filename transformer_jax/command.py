@@ -31,6 +31,15 @@ Function = Callable[[argparse.Namespace, list[str]], int]
 """A command: (its arguments, the overrides `--section.key value`) -> exit code."""
 
 
+class Help(argparse.HelpFormatter):
+    """The help of a program: a longer name of a command stands on one line with what the command does."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        # argparse forgets that commands are indented further than options.
+        self._action_max_length = max(self._action_max_length, 13)
+
+
 def main(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
     """Run one command; returns the exit code: 0 done, 2 a mistake the user can mend, 128 + N stopped by signal N, and
     75 for training on several hosts of which one is lost (see `transformer_jax.exit_codes`)."""
@@ -90,7 +99,7 @@ def add_training(commands: Any, name: str, function: Function) -> None:
 
 def add_plan(commands: Any, function: Function) -> None:
     """The command `plan RUN.toml --topology POD`."""
-    summary = "memory, collectives and time of a run on a pod that is not there; exit code 3 if it does not fit"
+    summary = "what a run needs on a pod that is not there; exit code 3 if it does not fit"
     sub = add(commands, "plan", function, summary, overrides=True)
     add_run_file(sub)
     sub.add_argument("--topology", required=True, metavar="POD", help="v5e-256, v5p-16, ..., h100-8, gpu:80GiB x 8")

@@ -24,9 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="transformer-jax", description=DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="transformer-jax", description=DESCRIPTION, formatter_class=command.Help)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    command.add_prepare(commands, _prepare, "make the vocabularies and token shards of a run's pairs, with a report")
+    command.add_prepare(commands, _prepare, "make the vocabularies and token shards of a run's pairs")
     command.add_training(commands, "train", _train)
 
     sub = command.add(
