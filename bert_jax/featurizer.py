@@ -23,7 +23,6 @@ from transformer_jax import sharding
 from transformer_jax.config import MeshConfig, UserError
 
 Which = Literal["mean", "cls", "pooled", "tokens"]
-LAST_FOUR = (-4, -3, -2, -1)
 
 
 @dataclasses.dataclass(frozen=True)
