@@ -60,6 +60,7 @@ def test_the_run_folder_holds_what_the_design_says(phase_1):
         "tokenizer",
         "checkpoints",
         "metrics.jsonl",
+        "times.jsonl",
         "tensorboard",
         "log.txt",
     }

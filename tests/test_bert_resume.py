@@ -230,7 +230,8 @@ import numpy as np
 import tiny_run
 from bert_jax.data import EvaluationData
 from bert_jax.pretrain import pretrain
-from transformer_jax import checkpoint, step_folders
+from transformer_jax import checkpoint, hosts, step_folders
+from transformer_jax.config import HostsConfig
 from transformer_jax.signals import StopSignal
 
 def kill(*ignored):
@@ -264,14 +265,13 @@ if moment == "deleting":  # an old step half gone
     before(step_folders.shutil, "rmtree", lambda path, *ignored: "deleting" in str(path))
 if moment == "evaluation":
     before(EvaluationData, "batch", lambda *ignored: True)
-if moment == "hosts":
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{{sys.argv[5]}}", 2, int(number))
+processes = 2 if moment == "hosts" else 1
+place = HostsConfig(coordinator=f"127.0.0.1:{{sys.argv[5]}}", processes=processes, process=int(number) % processes)
 tiny_run.cache_programs(programs)
 changes = {{"train_" + k: int(v) for k, v in (a.split("=") for a in sys.argv[6:])}}
 config = tiny_run.config(folder, data=tiny_run.DataConfig(prepared=str(folder.parent / "prepared")),
                          train_log_every=1, train_eval_every=8, checkpoint_keep_last=1, **changes)
-with StopSignal() as stop:
+with hosts.joined(place), StopSignal() as stop:
     result = pretrain(config, stop=stop, on_step=on_step)
 if moment != "hosts":
     digest = hashlib.sha256()

@@ -65,7 +65,7 @@ def assert_same(a, b):
 def test_the_run_folder_holds_what_other_commands_need(straight):
     folder, config, result, _ = straight
     run = folder / "run"
-    names = {"config.toml", "tokenizer", "checkpoints", "metrics.jsonl", "tensorboard", "log.txt"}
+    names = {"config.toml", "tokenizer", "checkpoints", "metrics.jsonl", "times.jsonl", "tensorboard", "log.txt"}
     assert {p.name for p in run.iterdir()} == names and not result.interrupted
     sizes = {"source_vocab_size": tiny.vocabularies().source.vocab_size}
     sizes["target_vocab_size"] = tiny.vocabularies().target.vocab_size
