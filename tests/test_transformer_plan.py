@@ -163,15 +163,21 @@ def test_the_search_ranks_what_fits_by_time_and_compiles_the_best_unrolled_too(t
 
 
 def test_a_layout_that_the_batch_does_not_divide_into_is_listed_and_not_fatal(tmp_path):
+    asked = []
+
     def plan(program, config, pod, **_):
+        asked.append(config.model.remat)
         if config.train.accumulate > 1:
             raise ConfigError("train.batch_size is 8")
+        if config.model.remat == "dots":
+            raise UserError("the compiler itself crashed")
         return fake_plan(lambda c: GIB, lambda c: 1.0)[0](program, config, pod, run="", cache=None, probe=False)
 
     config = tiny(tmp_path)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate=2))
     tries = plan_search.search(PROGRAM, config, pod("v5e-16"), run="r", quick=True, plan=plan)
     assert tries[0].usable and any(t.refused == "train.batch_size is 8" for t in tries)
+    assert asked.count("dots") == 1  # more parts would not mend that
 
 
 def plan_of(**changes) -> Plan:
@@ -248,7 +254,7 @@ def test_a_plan_for_gpus_adds_up_the_bytes_that_the_engine_really_takes(tmp_path
 
 @pytest.mark.parametrize(
     "make,text",
-    [(failing_steps.ends_natively, "ended with signal 6"), (failing_steps.refuses, "mesh data=3 asks for 3 devices")],
+    [(failing_steps.ends_natively, "crashed with signal 6"), (failing_steps.refuses, "mesh data=3 asks for 3 devices")],
 )
 def test_what_goes_wrong_in_the_compiling_process_is_one_message(make, text, tmp_path):
     with pytest.raises(UserError, match=text):

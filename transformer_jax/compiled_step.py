@@ -58,7 +58,8 @@ READER = 1
 """Raised when the same program would be read differently; part of the key under which figures are kept."""
 LISTED = 12
 """Operations that are listed with their cycles."""
-DEVICES = re.compile(r"--xla_force_host_platform_device_count=\d+")
+CRASH_NOISE = re.compile(r"RAW: |thread\.cc|process_state|coredump|symbolize|^\s*@ |Collective matmul V1")
+"""What the compiler writes of its own process when it crashes, and a notice that is always there."""
 
 
 class PlannedStep(NamedTuple):
@@ -202,11 +203,16 @@ def _keep(cache: Path, result: StepFigures) -> None:
 
 
 def _failure(code: int, said: str, pod: Pod) -> str:
-    last = "\n  ".join([line for line in said.splitlines() if line.strip()][-8:])
+    lines = [line for line in said.splitlines() if line.strip() and not CRASH_NOISE.search(line)]
+    last = "".join(f"\n  {line[:300]}" for line in lines[-6:])
     if code == -9:
         return f"the compilation for {pod.name} was killed, as the system does when memory runs out; use --quick"
-    how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return f"the compiler ended with {how} while compiling for {pod.name}; it last said:\n  {last}"
+    if code < 0:
+        return (
+            f"the compiler itself crashed with signal {-code} while compiling for {pod.name}; another width, "
+            f"model.remat or mesh may avoid that{last}"
+        )
+    return f"compiling for {pod.name} ended with exit code {code}{last}"
 
 
 def main() -> None:

@@ -103,7 +103,8 @@ def search(
     for remat in REMATS:
         parts = 1
         while parts <= MOST_PARTS:
-            if attempt({**mesh, "model.remat": remat, "train.accumulate": parts}).usable:
+            tried_now = attempt({**mesh, "model.remat": remat, "train.accumulate": parts})
+            if tried_now.usable or tried_now.plan is None:  # what is refused for another reason than memory stays so
                 break
             parts *= 2
     best = _rank(list(tried.values()))[0]
@@ -154,7 +155,7 @@ def outcome(one: Try) -> str:
     times = one.plan.times
     assert times is not None
     tight = "" if one.usable else ", less than 5 % free"
-    return f"{1e3 * times.least:.0f} to {1e3 * times.most:.0f} ms, {memory}{tight}"
+    return f"{1e3 * times.least:.3g} to {1e3 * times.most:.3g} ms, {memory}{tight}"
 
 
 def table(tries: list[Try]) -> str:
