@@ -216,8 +216,8 @@ dry=
 
 while [ $# -gt 0 ]; do
   case $1 in
-    --name | --zone | --project | --type | --runtime | --nfs | --mount | --program | --run-file | --run-dir | --prepared | \
-      --worker)
+    --name | --zone | --project | --type | --runtime | --nfs | --mount | --program | --run-file | --run-dir | \
+      --prepared | --worker)
       [ $# -ge 2 ] || fail "$1 needs a value"
       case $1 in
         --name) name=$2 ;;
