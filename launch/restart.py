@@ -29,6 +29,9 @@ DONE, FAULT, MISTAKE, RESTART = 0, 1, 2, 75
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 NOT_FOUND = 127
 PASSED_ON = (signal.SIGTERM, signal.SIGINT)
+SAME = 1.0
+"""Seconds within which a signal that comes again is the same one: schedulers often send it in two ways, and the programs
+leave without a save at the second."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +105,7 @@ class Loop:
     def __init__(self, command: list[str], run: Path, limits: Limits):
         self.command, self.run_dir, self.limits = command, run, limits
         self.child: subprocess.Popen[bytes] | None = None
-        self.asked = 0
+        self.asked, self.asked_at = 0, 0.0
 
     def run(self) -> int:
         """Until there is no reason to start again; the exit code."""
@@ -140,7 +143,10 @@ class Loop:
         return code if code >= 0 else 128 - code
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self.asked = number
+        now = time.monotonic()
+        if number == self.asked and now - self.asked_at < SAME:
+            return
+        self.asked, self.asked_at = number, now
         if self.child is not None:
             self.child.send_signal(number)
 
