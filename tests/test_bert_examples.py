@@ -243,6 +243,7 @@ def test_no_true_next_sentence_is_ever_labelled_random() -> None:
     assert labels == {0, 1}
 
 
+@pytest.mark.slow
 def test_random_sides_come_from_every_other_document_alike() -> None:
     documents = [[[100 + d, 50]] for d in range(6)]
     documents[4] = documents[2]

@@ -224,6 +224,7 @@ def test_a_reader_that_goes_away_ends_the_program_quietly(work):
     assert done.returncode == 141 and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_prepare_then_pretrain_from_text(bert, tmp_path, monkeypatch):
     """From a text to a trained model, with paths taken from the run file and the current folder."""
     monkeypatch.chdir(tmp_path)

@@ -136,6 +136,7 @@ def with_filler_row() -> Batch:
     return batch
 
 
+@pytest.mark.slow
 def test_a_filler_row_has_no_influence_on_loss_and_gradient() -> None:
     """C027"""
     batch = with_filler_row()

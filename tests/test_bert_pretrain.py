@@ -183,6 +183,7 @@ def test_a_phase_starts_from_a_run_as_it_says(phase_1, tmp_path, optimizer, sche
     assert checkpoint.read_meta(tmp_path / "run")[1]["rows"] == (10 - first) * 8
 
 
+@pytest.mark.slow
 def test_a_phase_that_was_stopped_goes_on_from_itself_and_not_from_its_init(phase_1, tmp_path, capsys):
     config = phase_2(phase_1, tmp_path, optimizer="keep", schedule="continue")
     straight = pretrain(dataclasses.replace(config, run_dir=str(tmp_path / "straight")))

@@ -89,6 +89,7 @@ def stopped_copy(straight, folder, patch=pytest.MonkeyPatch, **changes):
     return Recorded(folder, patch, data=straight.config.data, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [(3, 13, 20), (5,), (2, 7, 10, 14), (16, 19)])
 def test_a_run_with_stops_is_the_run_without(straight, tmp_path, stops):
     """C006, C013, C043: same examples in the same order, same rates and losses, bit-equal state; 16 steps an epoch."""
@@ -125,6 +126,7 @@ def damage(step_folder):
     file.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_the_end_is_the_same(straight, tmp_path, capsys):
     run = stopped_copy(straight, tmp_path)
     run.go(13)
@@ -194,6 +196,7 @@ def test_other_text_is_refused_unless_forced(straight, tmp_path, capsys):
     assert "going on from row 160 of the new stream" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_changed_batch_size_is_told_and_goes_on_from_the_count_of_rows(straight, tmp_path, capsys):
     """C094."""
     stopped_copy(straight, tmp_path).go(3)

@@ -48,6 +48,7 @@ def test_a_regression_is_the_mean_square_and_refuses_what_would_be_broadcast():
         loss_sums(head, jnp.zeros((8, 2)), batch)
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_the_definitions_and_fillers_weigh_nothing():
     labels_B = np.array([2, 0, 1], np.int32)
     hand = -log_softmax(LOGITS_BC)[np.arange(2), labels_B[:2]].mean()
@@ -131,6 +132,7 @@ def test_every_bundled_set_is_read_with_labels_that_its_training_file_has(path):
             records.check_labels(records.read(found, name), found.labels)
 
 
+@pytest.mark.slow
 def test_the_cards_state_the_sizes_of_the_bundled_sets():
     data = Path(__file__).parents[1] / "data" / "tasks"
     card = (data / "CARDS.md").read_text(encoding="utf-8")

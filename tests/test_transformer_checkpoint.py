@@ -104,6 +104,7 @@ def test_an_asked_for_step_is_restored_and_a_missing_one_named(two_steps):
     checkpoints.close()
 
 
+@pytest.mark.slow
 def test_buffers_may_be_donated_as_soon_as_save_returns(tmp_path):
     """Saves are asynchronous, yet what is stored are the numbers at the time of the call."""
     minus_seven = jax.jit(lambda x: x * 0 - 7, donate_argnums=0)
@@ -158,6 +159,7 @@ def test_the_training_thread_does_not_wait_for_the_digests(tmp_path, monkeypatch
 # Damage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["cut", "flip", "delete"])
 def test_damage_to_any_file_is_found_and_the_step_before_is_used(copy_of_two, damage):
     """C015: every file of the newest step in turn is emptied, has one bit flipped, or is gone."""
@@ -313,6 +315,7 @@ def start(program, *arguments, **environment):
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_machine_with_one_device_lists_reads_and_restores(two_steps, tmp_path):
     """C031: in a process of its own, without the devices that saved, and without a word on standard error."""
     process = start(ONE_DEVICE, two_steps, tmp_path / "got.npz")

@@ -188,6 +188,7 @@ def test_an_empty_corpus_is_an_error_that_names_the_files(tmp_path: Path, data: 
         one_file(tmp_path, data)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     """C035: by blocks, never whole; measured by Python's own count of memory."""
     peaks = []

@@ -156,6 +156,7 @@ def decoder_unrolled() -> tuple[Any, Any]:
     return decoder_value_and_gradient(False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scanned", "remat"), [(True, "none"), (False, "names"), (True, "full")], ids=str)
 def test_scanning_and_recomputing_change_no_number_of_the_decoder(
     scanned: bool, remat: str, decoder_unrolled: tuple[Any, Any]

@@ -236,6 +236,7 @@ def test_a_run_that_is_not_prepared_takes_its_vocabulary_from_the_run_file(tmp_p
     assert "is not prepared" in notes[0]
 
 
+@pytest.mark.slow
 def test_a_plan_for_gpus_adds_up_the_bytes_that_the_engine_really_takes(tmp_path, capsys):
     tiny_run.prepare(tmp_path / "prepared")
     settings = tiny_run.config(tmp_path, mesh=tiny_run.mesh("fsdp", data=2, fsdp=4))

@@ -116,6 +116,7 @@ ALPHABET = st.one_of(
 MIXED = st.lists(ALPHABET, max_size=40).map("".join)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(MIXED, max_size=4), st.booleans(), st.booleans(), st.sampled_from([(), ("[out]",), ("a,", "字")]))
 def test_any_text_has_the_library_s_ids(
@@ -261,6 +262,7 @@ def test_real_text_has_the_ids_of_the_2018_algorithm(which: str, request: pytest
     assert tokenizer.encode_batch(lines) == [ids_2018(t, vocab, tokenizer.config.lowercase) for t in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_the_differences_from_the_2018_algorithm_are_the_documented_ones(lowercase: bool) -> None:
     """Every code point within a word: docs/tokenizer.md lists the kinds, and there are no others."""
@@ -587,6 +589,7 @@ def test_merges_are_those_of_the_plain_algorithm() -> None:
     assert fast == plain and len(fast) == room
 
 
+@pytest.mark.slow
 def test_the_vocabulary_does_not_depend_on_workers_order_or_hash_seed(
     english: WordPiece, monkeypatch: pytest.MonkeyPatch
 ) -> None:

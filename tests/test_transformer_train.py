@@ -229,6 +229,7 @@ def on_one_device(prepared, initial):
     return *run.steps(STEPS, initial), run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "accumulate"),
     [
@@ -283,6 +284,7 @@ def uneven_batch():
     }
 
 
+@pytest.mark.slow
 def test_gradients_do_not_depend_on_how_uneven_rows_are_split():
     """C004: rows with 1 to 20 masked pieces, as one batch, in 4 parts, and on 8 devices."""
     ids, weights = uneven_batch()
@@ -533,6 +535,7 @@ def test_what_is_saved_is_the_state_of_that_step(tmp_path):
     checkpoints.close()
 
 
+@pytest.mark.slow
 def test_no_old_state_stays_alive_and_nothing_is_compiled_twice(tmp_path):
     engine, alive, stop = toy_engine(), [], Flag()
 

@@ -373,6 +373,7 @@ def test_a_sentence_does_not_depend_on_its_neighbours(longest: int) -> None:
     assert_same(run(Decoder(SMALL, params, settings, 16, mesh), shuffled), alone)
 
 
+@pytest.mark.slow
 def test_a_sample_depends_on_the_seed_and_the_sentence_alone() -> None:
     params = params_of(SMALL)
     given = sentences([3, 9, 5, 12, 7, 4])

@@ -119,6 +119,7 @@ def test_train_lists_its_keys(work, call):
     assert code == 0 and "--objective.label-smoothing" in out.replace("_", "-")
 
 
+@pytest.mark.slow
 def test_evaluate_gives_a_table_or_json(work, call):
     code, out, _ = call("evaluate", work / "run", "--split", "validation", "--loss-only", "--json")
     figures = json.loads(out)

@@ -122,6 +122,7 @@ def test_encoder_parameters_have_berts_names_and_shapes() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_with_berts_embeddings_the_encoder_computes_what_bert_does() -> None:
     from bert_jax.config import BertConfig
     from bert_jax.model import BertForPreTraining
@@ -149,6 +150,7 @@ def test_with_berts_embeddings_the_encoder_computes_what_bert_does() -> None:
     assert np.isfinite(run(batch, started, config)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_a_target_position_depends_on_what_came_before_in_its_pair_and_on_its_source_alone(norm: Any) -> None:
     """Causality by gradients, in a row of two pairs."""
@@ -276,6 +278,7 @@ def test_cross_attention_weights_are_there_when_asked_for() -> None:
         assert not np.asarray(weights_BNTS)[1, :, :3, 3:].any()
 
 
+@pytest.mark.slow
 def test_half_precision_is_near_float32_with_float32_parameters_and_logits() -> None:
     batch = padded([(6, 3), (9, 5)])
     config = dataclasses.replace(CONFIG, dtype="bfloat16", initializer="normal")
@@ -286,6 +289,7 @@ def test_half_precision_is_near_float32_with_float32_parameters_and_logits() -> 
     np.testing.assert_allclose(half[..., :PAD], single[..., :PAD], atol=0.02)
 
 
+@pytest.mark.slow
 def test_initial_numbers_have_the_spread_of_the_initializer() -> None:
     config = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=256)
     kernel = np.asarray(initial(config)["encoder"]["layer_0"]["feed_forward"]["intermediate"]["kernel"])

@@ -88,6 +88,7 @@ def test_flops_come_from_the_counts() -> None:
     assert TASK.flops(counts) == expected > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("longer", [10, 24])
 def test_the_loss_does_not_depend_on_the_amount_of_padding(longer: int) -> None:
     """C061: neither the divisor nor the smoothing sees padding."""
@@ -161,6 +162,7 @@ def plain_step() -> tuple[Any, dict[str, float]]:
     return one_step(MeshConfig(), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "devices", "accumulate"),
     [

@@ -92,6 +92,7 @@ def test_the_opening_lines_say_what_is_about_to_run(straight):
     assert "batch 4 rows of 32 + 32: 4 per host, 4 per device" in log
 
 
+@pytest.mark.slow
 def test_a_run_with_stops_is_the_run_without(straight, tmp_path):
     """C006, C013, C043: the same losses and bit-equal state, evaluations made up for."""
     values: dict[int, list] = {}

@@ -43,7 +43,9 @@ class StopSignal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # What the parent passes on late is the signal that is being obeyed; unhandled it would end the process.
+            late = number in PASSED_ON and self._received is not None
+            signal.signal(number, signal.SIG_IGN if late else handler)
         signal.set_wakeup_fd(self._wakeup_before)
         self._writer.close()  # which ends the thread, once it has read what came
         self._watcher.join(1)
