@@ -236,7 +236,7 @@ def test_saved_by_four_processes_a_run_goes_on_with_one_two_or_three(alone, tmp_
 
 @pytest.mark.slow
 def test_whatever_becomes_of_a_process_the_other_leaves_in_time_and_the_run_goes_on(two, tmp_path):
-    """C006, C015: killed in a step, in a save, process 0 killed, stopped by SIGSTOP, stalled; the end is bit-equal."""
+    """C006, C015: killed in a step, in a save, process 0 killed, stopped by SIGSTOP, stalled; the losses are equal."""
     moments = [
         ("kill", 1, 3),
         ("save", 1, 4),
