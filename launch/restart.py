@@ -30,8 +30,8 @@ STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 NOT_FOUND = 127
 PASSED_ON = (signal.SIGTERM, signal.SIGINT)
 SAME = 1.0
-"""Seconds within which a signal that comes again is the same one: schedulers often send it in two ways, and the programs
-leave without a save at the second."""
+"""Seconds within which a signal that comes again is the same one: schedulers often send it in two ways, and the
+programs leave without a save at the second."""
 
 
 @dataclasses.dataclass(frozen=True)

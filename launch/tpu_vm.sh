@@ -144,7 +144,8 @@ nohup $words >>~/run.log 2>&1 </dev/null & echo \$! >~/run.pid"
 }
 
 stop() {
-  on_workers all "if $running; then pid=\$(cat ~/run.pid); kill -TERM \"\$pid\"; tail --pid=\"\$pid\" -f /dev/null; \
+  on_workers all "if $running; then pid=\$(cat ~/run.pid); kill -TERM \"\$pid\"; \
+while kill -0 \"\$pid\" 2>/dev/null; do sleep 0.5; done; \
 else echo 'no run is there' >&2; fi"
 }
 
