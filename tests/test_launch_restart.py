@@ -1,10 +1,12 @@
 """The loop that starts a run again: by which exit codes, after which pause, and when it gives up."""
 
 import importlib.util
+import os
 import shlex
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from stand_ins import ROOT, call, stand_in
@@ -131,9 +133,10 @@ def begun(tmp_path, text, *options):
 def test_a_signal_reaches_the_command_once_and_ends_the_loop(tmp_path, number, code):
     """A scheduler that signals twice at once does not make the command leave without its save."""
     name = signal.Signals(number).name.removeprefix("SIG")
-    script = f"trap 'echo got; sleep 0.2; exit {code}' {name}\necho ready\nwhile :; do sleep 0.05; done"
-    process = begun(tmp_path, script)
+    wait = 'while [ ! "$came" ]; do sleep 0.02; done; sleep 0.3'
+    process = begun(tmp_path, f"trap 'echo got; came=1' {name}\necho ready\n{wait}\nexit {code}")
     process.send_signal(number)
+    time.sleep(0.1)  # else the kernel takes the two for one
     process.send_signal(number)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (code, "got\n"), err
@@ -164,3 +167,13 @@ def test_the_loops_own_mistakes_are_said_in_a_line(words, said):
     done = call(sys.executable, "-S", LAUNCH / "restart.py", *words)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert said in done.stderr
+
+
+def test_ctrl_c_of_a_terminal_reaches_the_command_through_the_loop_alone(tmp_path):
+    """A terminal signals a whole process group: a command in the loop's own group would get it twice."""
+    process = begun(tmp_path, 'echo ready; echo $$; trap "exit 143" TERM; while :; do sleep 0.02; done')
+    child = int(process.stdout.readline())
+    assert os.getpgid(child) == child != os.getpgid(process.pid)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 143
+    process.communicate()
