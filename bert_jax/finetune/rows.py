@@ -6,6 +6,7 @@ texts cost little. The length follows from the whole global batch, so every host
 
 from __future__ import annotations
 
+import abc
 import hashlib
 from collections.abc import Mapping
 
@@ -42,7 +43,7 @@ def fingerprint(arrays: Arrays) -> str:
     return digest.hexdigest()
 
 
-class _Batches:
+class _Batches(abc.ABC):
     """Batches of the rows that `_rows` puts at each place."""
 
     def __init__(self, arrays: Arrays, names: tuple[str, ...], batch_size: int):
@@ -67,9 +68,9 @@ class _Batches:
         out["row_ids"] = np.arange(offset, offset + count, dtype=np.int32)
         return out
 
+    @abc.abstractmethod
     def _rows(self, places: np.ndarray) -> np.ndarray:
         """The number of the row at each place, -1 for a filler: int [places]."""
-        raise NotImplementedError
 
     def _length(self, rows: np.ndarray) -> int:
         real = rows[rows >= 0]

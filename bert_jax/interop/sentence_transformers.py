@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from bert_jax.config import BertConfig
 from bert_jax.heads import HeadConfig
@@ -86,12 +84,9 @@ Pretraining alone does not make such vectors good at similarity; that takes trai
 the ids of sample texts.""",
     }
     with new_folder(out) as folder:
+        huggingface.write(folder, tensors, config, tokenizer)
         settings = huggingface.config_to_hf(config, tokenizer) | {"architectures": ["BertModel"]}
         write_json(folder / "config.json", settings)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        shutil.copymode(folder / "config.json", folder / "model.safetensors")
-        for name, text in tokenizer.files(model_max_length=config.max_position_embeddings).items():
-            (folder / name).write_bytes(text.encode())
         _write_modules(folder, config, pooling)
         (folder / "README.md").write_text(
             model_card(config, tokenizer, facts, form="sentence-transformers"), encoding="utf-8"
