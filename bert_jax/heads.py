@@ -115,10 +115,7 @@ class BertWithHead(nn.Module):
                 choices = jnp.arange(leading[1], dtype=row_ids.dtype)
                 row_ids = (row_ids[:, None] * leading[1] + choices[None, :]).reshape(-1)
         check_shapes(c, input_ids, token_type_ids, position_ids, sequence_ids)
-        randomness = None
-        if dropout_key is not None:
-            rows_B = jnp.arange(input_ids.shape[0], dtype=jnp.int32) if row_ids is None else row_ids
-            randomness = dropout.randomness(dropout_key, rows_B, c.dropout_generator)
+        randomness = dropout.of_pass(dropout_key, row_ids, input_ids.shape[0], c.dropout_generator)
         embeddings = BertEmbeddings(
             c, c.vocab_size, c.padded_vocab_size, c.max_position_embeddings, c.type_vocab_size, name="embeddings"
         )

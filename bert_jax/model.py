@@ -99,10 +99,7 @@ class BertForPreTraining(nn.Module):
         check_shapes(
             self.config, input_ids, token_type_ids, position_ids, sequence_ids, masked_lm_positions, cls_positions
         )
-        randomness = None
-        if dropout_key is not None:
-            rows_B = jnp.arange(input_ids.shape[0], dtype=jnp.int32) if row_ids is None else row_ids
-            randomness = dropout.randomness(dropout_key, rows_B, self.config.dropout_generator)
+        randomness = dropout.of_pass(dropout_key, row_ids, input_ids.shape[0], self.config.dropout_generator)
         x_BLH = self.embeddings(input_ids, token_type_ids, position_ids, randomness, EMBEDDING_SITE)
         x_BLH = self.encoder(x_BLH, sequence_ids, randomness, ENCODER_SITE)
         if cls_positions is None:

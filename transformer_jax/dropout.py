@@ -56,6 +56,15 @@ def randomness(key: jax.Array, row_ids_B: jax.Array, generator: Generator = "has
     return Randomness(key, words_2, row_ids_B.astype(jnp.uint32), generator)
 
 
+def of_pass(
+    key: jax.Array | None, row_ids_B: jax.Array | None, rows: int, generator: Generator = "hash"
+) -> Randomness | None:
+    """Dropout of a model's forward pass: none without a key; without `row_ids_B` the `rows` are counted from 0."""
+    if key is None:
+        return None
+    return randomness(key, jnp.arange(rows, dtype=jnp.int32) if row_ids_B is None else row_ids_B, generator)
+
+
 def mix32(x: jax.Array) -> jax.Array:
     """A permutation of the 32-bit words in which each input bit changes each output bit about half the time."""
     x = x ^ (x >> 16)

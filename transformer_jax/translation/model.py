@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from transformer_jax import masks
 from transformer_jax.config import ConfigError
-from transformer_jax.dropout import Randomness, dropout, randomness
+from transformer_jax.dropout import Randomness, dropout, of_pass
 from transformer_jax.embeddings import BertEmbeddings, sinusoids
 from transformer_jax.layers import Embedding, KeysValues, compute_dtype, wide_dtype
 from transformer_jax.model import (
@@ -150,10 +150,7 @@ class Transformer(nn.Module):
             decoder_position_ids=decoder_position_ids,
             decoder_sequence_ids=decoder_sequence_ids,
         )
-        r = None
-        if dropout_key is not None:
-            rows_B = jnp.arange(input_ids.shape[0], dtype=jnp.int32) if row_ids is None else row_ids
-            r = randomness(dropout_key, rows_B, c.dropout_generator)
+        r = of_pass(dropout_key, row_ids, input_ids.shape[0], c.dropout_generator)
         memory_BSH = self._encode(input_ids, position_ids, sequence_ids, r)
         length = decoder_input_ids.shape[1]
         x_BTH = self.embeddings.embed_target(decoder_input_ids, decoder_position_ids, r, length)
