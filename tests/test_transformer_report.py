@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -134,3 +136,17 @@ def test_a_page_without_records_or_with_gaps_can_be_written(tmp_path):
             reporter.step(step, values(step, loss=loss), 0.0, 0.0)
     page = write_page(tmp_path, {}, {}).read_text()
     assert "nan" not in page.lower().replace("name", "")
+
+
+def test_pytorch_is_not_imported_for_tensorboard(tmp_path):
+    """Its import takes seconds of every start, where it happens to be installed."""
+    program = f"""
+import sys
+from pathlib import Path
+from transformer_jax.report import Reporter
+with Reporter(Path({str(tmp_path)!r}), 1, 1):
+    pass
+assert "torch" not in sys.modules, sorted(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert list((tmp_path / "tensorboard").iterdir())

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from tensorboardX import SummaryWriter
 
 from transformer_jax.goodput import Clock, TimesFile, table
 
@@ -78,7 +77,7 @@ class Reporter:
             self._log = (run_dir / "log.txt").open("a", encoding="utf-8")
             self._times = TimesFile(run_dir, self.clock, first_step)
             self._step = first_step
-            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
+            self._board = _summary_writer(run_dir / "tensorboard", first_step + 1)
             if self.console.is_terminal:
                 self._progress = Progress(
                     TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(),
@@ -216,6 +215,18 @@ def drop_records_after(path: Path, step: int) -> None:
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
         temporary.replace(path)
+
+
+def _summary_writer(folder: Path, purge_step: int) -> Any:
+    """TensorBoard's writer. tensorboardX imports PyTorch where it finds it, which takes seconds, for nothing here."""
+    had = "torch" in sys.modules
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # with which an import of it fails
+    try:
+        from tensorboardX import SummaryWriter
+    finally:
+        if not had:
+            del sys.modules["torch"]
+    return SummaryWriter(str(folder), purge_step=purge_step)
 
 
 def _values(record: dict[str, Any]) -> dict[str, float]:
