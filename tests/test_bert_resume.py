@@ -286,7 +286,7 @@ sys.exit(stop.exit_code if result.interrupted else 0)
 
 
 def start(folder, cache, moment="none", number=0.0, port=0, *changes):
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # one device, quick to compile for
     command = [sys.executable, "-c", DRIVER, folder, cache, moment, number, port, *changes]
     return subprocess.Popen(
         [str(a) for a in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
