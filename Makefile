@@ -3,7 +3,7 @@
 # Another Python: make demo PYTHON=python3.12
 python = $${PYTHON:-$$(sh requirements/find_python.sh)}
 # A process a core; a file's tests stay together, since they share what they train.
-PYTEST_PROCESSES ?= -n auto --dist loadfile
+PYTEST_PROCESSES ?= -n auto --dist loadfile --no-loadscope-reorder
 PYTEST_ARGS ?=
 locks := $(wildcard requirements/*.txt)
 checked := bert_jax transformer_jax tests requirements launch .ci

@@ -19,3 +19,11 @@ import jax
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# Files that take longest come first, so that the processes of a parallel run end at about the same time.
+LONGEST = ("bert_resume", "transformer_hosts", "transformer_tokenizer", "transformer_train", "transformer_checkpoint")
+
+
+def pytest_collection_modifyitems(items):
+    place = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))

@@ -138,6 +138,7 @@ def test_the_documents_of_a_recipe_are_all_evaluated(saved, tmp_path, monkeypatc
     assert {p.name for p in tmp_path.iterdir()} == {"new.txt", "r.toml"}
 
 
+@pytest.mark.slow
 def test_a_hugging_face_folder_has_the_figures_of_the_run_it_came_from(saved, tmp_path):
     folder, run = saved
     length = run.config.examples.max_seq_length

@@ -167,6 +167,7 @@ def test_pairs_are_those_of_the_rules_followed_step_by_step(config: ExamplesConf
     assert as_text(corpus, plan) == pairs_the_slow_way(corpus, config, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_seq_length", [9, 40])
 def test_sentences_longer_than_the_target_become_single_chunks_and_are_cut(max_seq_length: int) -> None:
     corpus = random_corpus(1, documents=12, longest=4, longest_sentence=400)

@@ -128,6 +128,7 @@ def exported(tmp_path: Path, config: BertConfig, tokenizer: WordPiece, **options
     return huggingface.export(params, config, tokenizer, tmp_path / "out", **options), params
 
 
+@pytest.mark.slow
 def test_an_exported_folder_reads_back_to_the_same_parameters_settings_and_tokenizer(tmp_path, tokenizer):
     config = tiny_config(vocab_size=tokenizer.vocab_size, hidden_act="gelu_new", layer_norm_eps=1e-6)
     out, params = exported(tmp_path, config, tokenizer)
@@ -151,6 +152,7 @@ def test_an_exported_folder_reads_back_to_the_same_parameters_settings_and_token
     assert words["model_max_length"] == 32 and words["do_lower_case"] is True and words["mask_token"] == "[MASK]"
 
 
+@pytest.mark.slow
 def test_two_exports_are_the_same_bytes(tmp_path, tokenizer):
     config = tiny_config(vocab_size=tokenizer.vocab_size)
     one, two = (exported(tmp_path / name, config, tokenizer)[0] for name in "ab")
@@ -374,6 +376,7 @@ def test_a_tokenizer_file_that_cuts_otherwise_is_refused(tmp_path, tokenizer):
 # From a folder to a run and back.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_library_file", [True, False])
 def test_an_imported_run_exports_the_same_tensors_and_token_ids(tmp_path, with_library_file):
     """C118, C079: the vocabulary is no multiple of 8, and the pooler is kept."""

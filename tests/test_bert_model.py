@@ -148,6 +148,7 @@ def test_a_filler_row_has_no_influence_on_loss_and_gradient() -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), gradient_a, gradient_b)
 
 
+@pytest.mark.slow
 def test_a_filler_row_stays_finite_in_float16() -> None:
     """C027, in the format with the smallest range."""
     step = jax.value_and_grad(functools.partial(loss, config=dataclasses.replace(CONFIG, dtype="float16")))
@@ -156,6 +157,7 @@ def test_a_filler_row_stays_finite_in_float16() -> None:
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradient))
 
 
+@pytest.mark.slow
 def test_padding_rows_of_the_vocabulary_are_never_predicted_and_get_no_gradient() -> None:
     """C008"""
     assert CONFIG.padded_vocab_size == 128

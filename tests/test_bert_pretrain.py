@@ -157,6 +157,7 @@ def assert_same(a, b):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.array(x), np.array(y)), a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["keep", "reset"])
 @pytest.mark.parametrize("schedule", ["continue", "restart"])
 def test_a_phase_starts_from_a_run_as_it_says(phase_1, tmp_path, optimizer, schedule):
@@ -289,6 +290,7 @@ def test_rows_past_the_position_table_are_refused(phase_1, tmp_path):
         pretrain(tiny_run.config(tmp_path, data=phase_1[1].data, examples_max_seq_length=64))
 
 
+@pytest.mark.slow
 def test_a_run_without_held_out_text_trains_and_has_no_figures(tmp_path):
     docs = tiny_run.documents(20, 0)
     write_prepared(tmp_path / "prepared", tiny_run.tokenizer(), {"train": docs, "heldout": []})

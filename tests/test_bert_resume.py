@@ -186,6 +186,7 @@ def test_another_vocabulary_is_refused(straight, tmp_path):
             pretrain(settings(tmp_path))
 
 
+@pytest.mark.slow
 def test_other_text_is_refused_unless_forced(straight, tmp_path, capsys):
     shutil.copytree(straight.folder / "run", tmp_path / "run")
     tiny_run.prepare(tmp_path / "prepared", train=50)
@@ -212,6 +213,7 @@ def test_a_changed_batch_size_is_told_and_goes_on_from_the_count_of_rows(straigh
     assert checkpoint.read_meta(tmp_path / "run")[1]["rows"] == 36
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_made_longer(straight, tmp_path, capsys):
     shutil.copytree(straight.folder / "run", tmp_path / "run")
     config = settings(tmp_path, data=straight.config.data, train_steps=22)

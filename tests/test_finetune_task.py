@@ -69,6 +69,7 @@ def test_losses_are_those_of_the_definitions_and_fillers_weigh_nothing():
     assert mean("tagging", logits_BLC, "abc", labels=tags_BL) == pytest.approx(hand, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_span_does_not_depend_on_padding():
     start, end = np.array([1, 0, 0], np.int32), np.array([2, 0, 0], np.int32)
     logits_BL2 = np.stack([LOGITS_BC, LOGITS_BC[:, ::-1]], axis=-1)

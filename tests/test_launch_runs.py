@@ -42,6 +42,7 @@ def test_every_run_file_opens_with_its_command_and_what_to_expect(path):
         assert part in text, part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
 def test_the_arithmetic_of_the_papers_runs(path, monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -49,6 +49,7 @@ def faults(setting: str) -> int:
     return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
 def test_steps_ask_the_kernel_for_far_fewer_pages_once_freed_memory_is_kept() -> None:
     assert faults("keep") < faults("default") / 2

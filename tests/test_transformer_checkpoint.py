@@ -191,6 +191,7 @@ def test_damage_to_any_file_is_found_and_the_step_before_is_used(copy_of_two, da
     assert ck.verify(copy_of_two) == [(20, []), (40, [])]
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_anywhere_in_the_digest_file_is_found(copy_of_two):
     file = copy_of_two / "40" / "digests.json"
     original = file.read_bytes()
@@ -392,6 +393,7 @@ def test_of_equally_good_steps_the_earlier_can_be_kept(tmp_path):
     assert ck.locate(f"{tmp_path / 'run'}@best")[1] == 20
 
 
+@pytest.mark.slow
 def test_a_metric_of_another_name_does_not_count(tmp_path):
     """A run that goes on with another best_metric does not weigh BLEU against losses."""
     save_steps(tmp_path, 1, config=CheckpointConfig(keep_last=2, keep_best=1), metrics={1: 0.5})

@@ -50,6 +50,7 @@ def unrolled() -> tuple[Any, Any]:
     return value_and_gradient(encoder(layers="unrolled"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -595,6 +595,7 @@ def test_lengths_are_counted_in_ranges_that_double():
     assert got["longest"] == 1024
 
 
+@pytest.mark.slow
 def test_a_wider_vocabulary_gives_wider_ids(tmp_path):
     pieces = [f"w{i}" for i in range(66_000)]
     tokenizer = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces], WordPieceConfig())

@@ -137,6 +137,7 @@ def test_one_mesh_axis_never_splits_two_axes_of_an_array():
     assert sharding.spec((8, 8), ("embed", "embed"), {"embed": ("fsdp",)}, mesh(fsdp=4, tensor=2)) == P("fsdp", None)
 
 
+@pytest.mark.slow
 def test_the_state_is_born_sharded():
     """With ZeRO-1 each of 8 devices holds an eighth of a kernel's moments; with fsdp also of the kernel."""
     for preset, share in (("data_parallel", 32), ("fsdp", 4)):
@@ -150,6 +151,7 @@ def test_the_state_is_born_sharded():
         assert all(jax.tree.leaves(same))
 
 
+@pytest.mark.slow
 def test_initial_parameters_do_not_depend_on_the_mesh():
     """They are drawn from uniform numbers in (-1, 1), whose rounding near 0 (2^-24) follows how the compiler fused the
     arithmetic; it comes out scaled by the initial deviation."""

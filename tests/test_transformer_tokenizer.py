@@ -160,6 +160,7 @@ def test_the_cache_does_not_keep_long_chunks_or_chinese_sentences(chinese: WordP
 # --- Hugging Face's tokenizer on our files
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("which", ["english", "cased", "chinese"])
 def test_ids_equal_those_of_transformers_on_the_exported_files(

@@ -309,6 +309,7 @@ def test_gradients_do_not_depend_on_how_uneven_rows_are_split():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), whole, other)
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_in_half_and_keeps_float32(prepared, initial, on_one_device):
     """C058: parameters, moments and metrics stay float32, and the loss is near that of float32."""
     found, state = Run(with_dropout(prepared, model_dtype="bfloat16"), jax.devices()[:1]).steps(1, initial)
@@ -587,6 +588,7 @@ def held_out_records(folder):
     return [r for r in read_records(folder / "metrics.jsonl") if r["split"] == "heldout"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at", "step"), [(1, 4), (3, 8), (5, 10)])
 def test_a_signal_during_evaluation_saves_and_the_evaluation_is_made_up(tmp_path, at, step):
     """C037: evaluations are of 2 batches after steps 4, 8 and 10; the signal comes inside each of them in turn."""

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from transformer_jax.config import HostsConfig
 from transformer_jax.goodput import Clock
 from transformer_jax.watchdog import Watchdog
@@ -66,6 +68,7 @@ with Watchdog(clock, HostsConfig(step_limit=2.0, step_factor=2.0), None):
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_was_stopped_may_go_on():
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:

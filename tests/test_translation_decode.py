@@ -225,6 +225,7 @@ def test_an_end_comes_at_the_least_length_and_the_limit(rule: Any) -> None:
 # --- sampling
 
 
+@pytest.mark.slow
 def test_sampling_follows_the_model_and_its_filters() -> None:
     scores_VX = jnp.asarray(np.log([[0.5], [0.25], [0.15], [0.1]]), jnp.float32)
 
@@ -310,6 +311,7 @@ _forward = jax.jit(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -339,6 +341,7 @@ def test_scores_are_those_of_a_pass_without_cache(changes: dict[str, Any]) -> No
     assert len(lengths) > 1
 
 
+@pytest.mark.slow
 def test_a_model_that_never_ends_is_cut_at_the_limit() -> None:
     """C007, C110: the source's length + 50 by default; marked; scored in full to the last step."""
     params = params_of(SMALL)
@@ -385,6 +388,7 @@ def test_a_sample_depends_on_the_seed_and_the_sentence_alone() -> None:
     assert all(hs[0].ids != hs[1].ids for hs in alone.values())
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_good_as_alone_within_its_rounding() -> None:
     """C003: with bfloat16 scores of the same sentence differ by less than 0.03 a piece between batches."""
     config = dataclasses.replace(SMALL, dtype="bfloat16")

@@ -132,6 +132,7 @@ def test_evaluate_gives_a_table_or_json(work, call):
     assert re.search(r"^BLEU +\d+\.\d\d  nrefs:1\|", out, re.MULTILINE) and "12 lines" in out
 
 
+@pytest.mark.slow
 def test_average_makes_a_run_that_the_other_commands_take(work, call, tmp_path):
     code, out, _ = call("average", work / "run", "--last", "2", "--out", tmp_path / "mean")
     assert (code, out) == (0, f"{tmp_path / 'mean'}\n")

@@ -51,6 +51,7 @@ def encoded(config: TransformerConfig, source: dict[str, Any]) -> tuple[jax.Arra
     return jax.jit(both, compiler_options=QUICK)(*(source[k] for k in INPUTS[:3]))
 
 
+@pytest.mark.slow
 def test_parameter_counts_are_exact_with_37000_shared_pieces() -> None:
     """The paper prints 65 and 213 million."""
 
@@ -196,6 +197,7 @@ def test_padding_length_and_padding_ids_change_nothing() -> None:
     np.testing.assert_allclose(run(short)[real], run(long)[:, :6][real], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_pad_and_padding_rows_are_never_predicted_get_no_gradient_and_start_the_decoder_with_zero() -> None:
     """C008: whatever those rows hold."""
     assert CONFIG.padded_target_vocab_size == 128
@@ -219,6 +221,7 @@ def test_pad_and_padding_rows_are_never_predicted_get_no_gradient_and_start_the_
     assert not gradient[PAD:].any() and gradient[:PAD].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"norm": "pre"}, {"embeddings": "untied"}], ids=["post", "pre", "untied"])
 def test_a_decoding_step_gives_what_the_whole_pass_gives_at_each_position(changes: Any) -> None:
     """C007: two sentences of different lengths, two beams each, up to the last slot of the cache."""
@@ -250,6 +253,7 @@ def test_a_decoding_step_gives_what_the_whole_pass_gives_at_each_position(change
         np.testing.assert_allclose(logits_BKV[..., :PAD], expected[:, :, t, :PAD], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_dropout_site_of_a_pass_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     sites = []
     keep_mask = dropout.keep_mask
@@ -267,6 +271,7 @@ def test_every_dropout_site_of_a_pass_is_its_own(monkeypatch: pytest.MonkeyPatch
     assert sorted(sites) == list(range(2 + 3 * 2 + 5 * 2))
 
 
+@pytest.mark.slow
 def test_cross_attention_weights_are_there_when_asked_for() -> None:
     batch = padded([(5, 3), (3, 2)])
     inputs = (jnp.asarray(batch[name]) for name in INPUTS)

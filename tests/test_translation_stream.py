@@ -56,6 +56,7 @@ def call(capfd: pytest.CaptureFixture[str]) -> Call:
     return run
 
 
+@pytest.mark.slow
 def test_a_file_is_translated_and_what_is_odd_is_told(call: Call, tmp_path: Path) -> None:
     """C028, C110: cut translations, split lines and bytes that are not UTF-8 are listed by number."""
     given = tmp_path / "in.txt"
@@ -103,6 +104,7 @@ def test_mistakes_are_one_line(call: Call, tmp_path: Path) -> None:
     assert given.read_text() == "a\n" and kept.read_text() == "as it was"
 
 
+@pytest.mark.slow
 def test_the_drawn_weights_are_those_of_each_step() -> None:
     """Each row sums to one, and depends on the pieces before it alone."""
     source, target = [5, 9, 7, 0], [3, 8, 2, 0]

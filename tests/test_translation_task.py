@@ -46,6 +46,7 @@ def run(batch: dict[str, Any], params: Any = PARAMS) -> Any:
     return float(total), *({k: float(v) for k, v in d.items()} for d in (sums, counts)), gradients
 
 
+@pytest.mark.slow
 def test_the_sums_are_those_of_the_logits_and_the_formula_of_label_smoothing() -> None:
     inputs = (jnp.asarray(PACKED[name]) for name in INPUTS)
     logits = np.asarray(model.Transformer(CONFIG).apply({"params": PARAMS}, *inputs), np.float64)
@@ -123,6 +124,7 @@ def test_filler_rows_have_no_influence() -> None:
     assert nothing[0] == 0.0 and all(np.all(np.asarray(g) == 0) for g in jax.tree.leaves(nothing[3]))
 
 
+@pytest.mark.slow
 def test_a_packed_batch_has_the_sums_of_its_pairs_alone() -> None:
     alone = rows([[p] for p in (*pairs([(5, 3), (4, 6)]), *pairs([(6, 1)], 1), *pairs([(2, 2)] * 3, 2))], 12, 12)
     total, sums, _, gradients = run(PACKED)

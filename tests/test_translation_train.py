@@ -171,6 +171,7 @@ def start(config):
     return begin([]), engine
 
 
+@pytest.mark.slow
 def test_a_phase_starts_from_a_run(straight, tmp_path):
     init = InitConfig(checkpoint=str(straight[0] / "run"), optimizer="keep", schedule="continue")
     begun, _ = start(beside(straight, tmp_path, init=init, train_steps=20))
@@ -232,6 +233,7 @@ def from_bert(bert, straight, folder, **changes):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hf", "run"])
 def test_an_encoder_starts_from_bert(bert, straight, tmp_path, kind):
     """From a Hugging Face folder and from a run: the same parameters, under the same names."""
@@ -274,6 +276,7 @@ def word_for_word(found):
     return lambda config, vocabularies, params, lines, stop: found[: len(lines)]
 
 
+@pytest.mark.slow
 def test_translations_are_scored_during_training_and_the_best_checkpoint_is_kept_by_them(straight, tmp_path):
     references = [target for _, target in tiny.pairs(12, 2)]
     seen = []
@@ -292,6 +295,7 @@ def test_translations_are_scored_during_training_and_the_best_checkpoint_is_kept
     assert "warning" not in (tmp_path / "run" / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_the_best_step_is_warned_of_where_saved_steps_are_not_measured(straight, tmp_path):
     train.train(beside(straight, tmp_path, train_steps=4, checkpoint_keep_best=1))
     log = (tmp_path / "run" / "log.txt").read_text()
@@ -342,6 +346,7 @@ def test_evaluate_refuses_other_vocabularies_and_missing_pairs(straight, tmp_pat
 # Averages
 
 
+@pytest.mark.slow
 def test_the_mean_of_the_last_checkpoints_is_a_run_of_its_own(straight, tmp_path):
     run = straight[0] / "run"
     out = average([str(run)], tmp_path / "mean", last=3)
@@ -361,6 +366,7 @@ def test_the_mean_of_the_last_checkpoints_is_a_run_of_its_own(straight, tmp_path
     assert_same(start(beside(straight, tmp_path, init=init))[0].state.params, params)
 
 
+@pytest.mark.slow
 def test_the_mean_of_equal_checkpoints_is_that_checkpoint(straight, tmp_path):
     """C074: x, x, x gives x bit for bit; shared tables are one array, so none is counted twice; a repeat is equal."""
     run = straight[0] / "run"
@@ -429,6 +435,7 @@ def test_vocabularies_that_do_not_fit_the_model_are_refused(straight, tmp_path):
         train.train(tiny.config(tmp_path, data_prepared=str(tmp_path / "none")))
 
 
+@pytest.mark.slow
 def test_a_run_without_validation_pairs_trains_and_has_no_figures(straight, tmp_path):
     tiny.prepare(tmp_path / "prepared", validation=0)
     result = train.train(tiny.config(tmp_path, train_steps=2, optimizer_warmup_steps=1))

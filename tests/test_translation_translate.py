@@ -72,6 +72,7 @@ def test_blank_lines_stay_blank_and_in_place(batch_size: int) -> None:
     assert [bool(t.text) for t in found] == [False, True, True, False, True, True, False]
 
 
+@pytest.mark.slow
 def test_a_thousand_lines_some_very_odd_give_a_thousand() -> None:
     """C028: the line that was cut is named; no other is lost for it."""
     lines = [text(i, 1 + i % 3) for i in range(1000)]
@@ -188,6 +189,7 @@ def test_forms_of_the_output() -> None:
     assert translating.one_line("a\nb\rc") == "a b c"
 
 
+@pytest.mark.slow
 def test_validation_stops_when_asked() -> None:
     made = dataclasses.replace(tiny.config(tiny.Path("unused")), model=CONFIG)
     lines = [text(i, 2) for i in range(20)]
