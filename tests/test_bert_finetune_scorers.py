@@ -312,3 +312,30 @@ def test_a_question_that_was_not_answered_scores_as_the_empty_answer() -> None:
     found = scorers.squad_scores({"1": "cat"}, {"1": ["the cat"], "2": ["dog"]})
     assert found == {"exact": 0.5, "f1": 0.5}
     assert answers.normalized("The U.S.  theatre — an  “Cat”") == "us theatre — “cat”"
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "exact", "f1"),
+    [
+        ("刘备、关羽", "刘备，关羽，张飞", 0.0, 2 * 4 / (4 + 6)),
+        ("《三国演义》。", "三国演义", 1.0, 1.0),
+        ("张飞刘备", "刘备张飞", 0.0, 2 * 2 / (4 + 4)),  # the longest run in common, not all that is in common
+        ("1998年", "1998 年", 0.0, 1.0),
+        ("NBA球员", "nba球员", 1.0, 1.0),
+        ("曹操", "孙权", 0.0, 0.0),
+        ("", "孙权", 0.0, 0.0),
+        ("他在1998年去了 New York", "1998年", 0.0, 2 * 2 / (8 + 2)),
+    ],
+)
+def test_chinese_answers_are_compared_by_characters(answer: str, gold: str, exact: float, f1: float) -> None:
+    """By hand, after the definition of CMRC 2018 (Cui et al. 2019)."""
+    found = scorers.squad_scores({"1": answer}, {"1": [gold]}, characters=True)
+    assert found == pytest.approx({"exact": exact, "f1": f1})
+
+
+def test_of_several_right_answers_by_characters_the_best_counts_and_2_0_may_have_none() -> None:
+    found = scorers.squad_scores({"1": "刘备"}, {"1": ["玄德", "刘备玄德"]}, characters=True)
+    assert found == pytest.approx({"exact": 0.0, "f1": 2 * 2 / (2 + 4)})
+    golds: dict[str, list[str]] = {"1": ["。"], "2": []}
+    found = scorers.squad_scores({"1": "", "2": "刘备"}, golds, True, characters=True)
+    assert found["exact"] == found["f1"] == 0.5

@@ -187,11 +187,12 @@ def figures(
 def span_figures(task: TaskConfig, found: Predictions, threshold: float | None) -> dict[str, float]:
     """Exact match and F1, for 2.0 with the null threshold."""
     golds = {e.id: [text for text, _ in e.answers] for e in found.examples}
-    if not task.span.version_2:
-        return scorers.squad_scores({p.id: p.best_text for p in found.answers}, golds)
     answers = {p.id: p.best_text for p in found.answers}
+    characters = task.span.compare == "characters"
+    if not task.span.version_2:
+        return scorers.squad_scores(answers, golds, characters=characters)
     null_scores = {p.id: p.null_score for p in found.answers}
-    return scorers.squad_scores(answers, golds, True, null_scores, threshold)
+    return scorers.squad_scores(answers, golds, True, null_scores, threshold, characters)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -158,6 +158,8 @@ class SpanConfig:
 
     version_2: bool = False
     """Questions may have no answer, as in SQuAD 2.0."""
+    compare: Literal["words", "characters"] = "words"
+    """What exact match and F1 count: words, as SQuAD, or for Chinese characters, as CMRC 2018."""
     n_best: int = 20
     """Answers kept for each question ..."""
     max_answer_length: int = 30
