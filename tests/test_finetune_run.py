@@ -235,3 +235,59 @@ def test_the_json_results_and_the_table_go_to_standard_output(base, run, capsys)
     assert program.main(arguments) == 0
     assert "n = 13" in capsys.readouterr().out
     assert program.main(arguments[:2]) == 2 and "--from is missing" in capsys.readouterr().err
+
+
+HEADER = {"multi_label": "text\tlabel", "choice": "text\tfirst\tsecond\tlabel"}
+COLUMNS = {
+    "multi_label": '{ text_a = "text", label = "label" }',
+    "choice": '{ text_a = "text", choices = ["first", "second"], label = "label" }',
+}
+
+
+def by_heart(folder, kind):
+    """A task of 12 examples of `kind` to be learnt and, as its dev file, recalled."""
+    lines, questions = [], []
+    for i in range(12):
+        word, place = ("hello", "world")[i % 2], i // 2 % 3
+        filler = ["the"] * (2 + i % 3)
+        if kind == "multi_label":
+            named = [name for name, is_there in (("odd", i % 2), ("late", place == 2)) if is_there]
+            text = [word, *filler, *(["going"] if place == 2 else [])]
+            lines.append(f"{' '.join(text)}\t{','.join(named)}")
+        elif kind == "choice":
+            lines.append(f"{' '.join(filler)}\t{('hello', 'world')[i % 2]}\t{('world', 'hello')[i % 2]}\t{i % 2}")
+        elif kind == "tagging":
+            words = [*filler[:place], word, *filler]
+            lines += [f"{w} {'B-greeting' if w == 'hello' else 'B-place' if w == 'world' else 'O'}" for w in words]
+            lines.append("")
+        else:
+            context = " ".join([*filler[:place], word, *filler, "going"])
+            asked = {"id": str(i), "question": "the", "answers": [{"text": word, "answer_start": context.index(word)}]}
+            questions.append({"context": context, "qas": [asked]})
+    if kind == "span":
+        text = json.dumps({"version": "1.1", "data": [{"title": "t", "paragraphs": questions}]})
+    else:
+        text = "\n".join([HEADER[kind], *lines] if kind in HEADER else lines) + "\n"
+    data = {"multi_label": ("d.tsv", "tsv"), "choice": ("d.tsv", "tsv"), "tagging": ("d.txt", "conll")}
+    name, form = data.get(kind, ("d.json", "squad"))
+    folder.joinpath(name).write_text(text, encoding="utf-8")
+    labels = {"multi_label": 'labels = ["odd", "late"]', "tagging": 'labels = ["O", "B-greeting", "B-place"]'}
+    columns = f"columns = {COLUMNS[kind]}\n" if kind in COLUMNS else ""
+    return (
+        f'kind = "{kind}"\n{labels.get(kind, "")}\n'
+        f'[data]\ntrain = "{name}"\ndev = "{name}"\nformat = "{form}"\n{columns}'
+        "[inputs]\nmax_seq_length = 24\n[train]\nepochs = 40\nbatch_size = 8\nlearning_rate = 1e-2\neval_every = 40\n"
+        "dropout = 0.0\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "figure"), [("multi_label", "exact"), ("choice", "accuracy"), ("tagging", "f1"), ("span", "exact")]
+)
+def test_every_kind_learns_a_dozen_examples_by_heart(base, tmp_path, kind, figure):
+    """From the file to the figures: what says which label, tag, place or choice reaches the model as it should."""
+    settings = task(tmp_path, by_heart(tmp_path, kind))
+    found = finetune(settings, str(base), say=quiet)
+    assert found["trainings"][0]["dev"]["dev"][figure] == 1.0
+    assert list((tmp_path / "run").glob("predictions_dev*"))
