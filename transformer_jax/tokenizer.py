@@ -156,11 +156,11 @@ class WordPiece:
         except UserError as e:
             raise type(e)(f"{folder}: {e}") from None
 
-    def save(self, folder: Path | str) -> None:
-        """Write the three files into `folder`, which is made if need be."""
+    def save(self, folder: Path | str, model_max_length: int | None = None) -> None:
+        """Write the three files into `folder`, which is made if need be; see `files`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in self.files().items():
+        for name, text in self.files(model_max_length).items():
             (folder / name).write_bytes(text.encode())
 
     def files(self, model_max_length: int | None = None) -> dict[str, str]:

@@ -223,8 +223,7 @@ def write(
     write_json(folder / "config.json", config_to_hf(config, tokenizer, head))
     # The library makes a file that only its owner can read; this one is to be read like those beside it.
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
-    for name, text in tokenizer.files(model_max_length=config.max_position_embeddings).items():
-        (folder / name).write_bytes(text.encode())
+    tokenizer.save(folder, config.max_position_embeddings)
 
 
 def _verify(

@@ -91,8 +91,7 @@ def export(
             facts |= onnx_int8.cost(whole, small, _run_file, config, tokenizer, head, "mlm" not in drawn)
             say(f"8-bit weights: {facts['int8_size']}; {facts['int8_loss']}")
         write_json(folder / "config.json", config_to_hf(config, tokenizer, head))
-        for name, text in tokenizer.files(model_max_length=config.max_position_embeddings).items():
-            (folder / name).write_bytes(text.encode())
+        tokenizer.save(folder, config.max_position_embeddings)
         (folder / "README.md").write_text(model_card(config, tokenizer, facts, head, form="onnx"), encoding="utf-8")
     return out
 

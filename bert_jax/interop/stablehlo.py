@@ -95,8 +95,7 @@ def export(
         save_file({name: np.ascontiguousarray(x) for name, x in arrays.items()}, folder / MARKS[1])
         write_json(folder / "config.json", config_to_hf(config, tokenizer, head))
         shutil.copymode(folder / "config.json", folder / MARKS[1])
-        for name, text in tokenizer.files(model_max_length=config.max_position_embeddings).items():
-            (folder / name).write_bytes(text.encode())
+        tokenizer.save(folder, config.max_position_embeddings)
         gap = _verify(folder, arrays, batch, expected, head)
         facts["checked"] = (
             "When this folder was written, program and parameters were loaded again and run on rows of several "

@@ -237,8 +237,7 @@ def export(
     with new_folder(out) as folder:
         np.savez(folder / MARKS[1], **arrays)  # type: ignore[arg-type]
         write_json(folder / MARKS[0], {name: getattr(config, name) for name in _SETTINGS})
-        for name, text in tokenizer.files(model_max_length=config.max_position_embeddings).items():
-            (folder / name).write_bytes(text.encode())
+        tokenizer.save(folder, config.max_position_embeddings)
         card = model_card(config, tokenizer, extra_card or {}, head, form="tf1")
         (folder / "README.md").write_text(card, encoding="utf-8")
         found = read(folder)
