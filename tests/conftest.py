@@ -20,8 +20,9 @@ import jax
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# Files that take longest come first, so that the processes of a parallel run end at about the same time.
-LONGEST = ("bert_resume", "transformer_hosts", "transformer_tokenizer", "transformer_train", "transformer_checkpoint")
+# Files that take longest come first, so that the processes of a parallel run end at about the same time; those that
+# start processes of their own, at places 0 and 2, do not come at once in a run of two.
+LONGEST = ("transformer_hosts", "transformer_tokenizer", "bert_resume", "transformer_train", "transformer_checkpoint")
 
 
 def pytest_collection_modifyitems(items):
