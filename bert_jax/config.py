@@ -8,6 +8,7 @@ from typing import Literal
 from transformer_jax.config import (
     CheckpointConfig,
     ConfigError,
+    Context,
     EncoderConfig,
     HostsConfig,
     MeshConfig,
@@ -27,6 +28,8 @@ class BertConfig(EncoderConfig):
     """The embedding table is padded to a multiple of this; padding rows are never predicted or exported."""
     max_position_embeddings: int = 512
     type_vocab_size: int = 2
+    context: Context = "both"
+    """What a position sees: both sides, as in BERT; or only itself and what is left (right) of it, for comparisons."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,7 +53,10 @@ class ExamplesConfig:
     max_sequences_per_row: int = 0
     """0: max_seq_length / 16, at least 1. The packing plan never puts more into a row."""
     max_predictions_per_row: int = 0
-    """0: 15 % (masked_lm_prob) of max_seq_length, rounded up to a multiple of 4."""
+    """0: 15 % (masked_lm_prob) of max_seq_length, rounded up to a multiple of 4; all of it where nothing is masked."""
+    objective: Literal["masked", "next", "previous"] = "masked"
+    """What is predicted: masked pieces; or every piece, none of them masked, from the place before it (after it), by a
+    model that sees that side alone (model.context "left" or "right")."""
     masked_lm_prob: float = 0.15
     mask_share: float = 0.8
     """Share of the chosen pieces that become [MASK] ..."""

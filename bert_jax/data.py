@@ -103,18 +103,22 @@ class Maker:
         place_M += np.repeat(sides, both)
 
         size = len(rows) * self.length
-        picked = self._pick(mask_key, pair_Q, pairs, tokens_M, ranges, sizes)
+        masked = self.config.objective == "masked"
+        picked = np.arange(len(tokens_M))
+        if masked:
+            picked = self._pick(mask_key, pair_Q, pairs, tokens_M, ranges, sizes)
         owner = np.searchsorted(np.cumsum(content_Q), picked, side="right")
         position = place_M[picked] - start_Q[owner]
         labels = tokens_M[picked]
         seen_M = tokens_M.copy()
-        seen_M[picked] = masking.replace_picked(
-            bits(mask_key, pair_Q[owner], 1, position),
-            labels,
-            self.tokenizer.mask_id,
-            self.tokenizer.ordinary_ids,
-            self.config,
-        )
+        if masked:
+            seen_M[picked] = masking.replace_picked(
+                bits(mask_key, pair_Q[owner], 1, position),
+                labels,
+                self.tokenizer.mask_id,
+                self.tokenizer.ordinary_ids,
+                self.config,
+            )
 
         # [PAD] may have any id, so what is padding is told by sequence_ids (made from lengths), never by the id.
         input_ids = np.full(size, self.tokenizer.pad_id, np.int32)
@@ -136,7 +140,10 @@ class Maker:
         shape_RL, shape_RP = (len(rows), self.length), (len(rows), self.predictions)
         positions_P, labels_P = (np.zeros(len(rows) * self.predictions, np.int32) for _ in range(2))
         weights_P = np.zeros(len(rows) * self.predictions, np.float32)
-        positions_P[cell] = place_M[picked] - row_Q[owner] * self.length
+        # The head runs where the piece is masked, or at its neighbour, which is of the same sequence: [CLS] or [SEP] at
+        # the edges of a side.
+        beside = {"masked": 0, "next": -1, "previous": 1}[self.config.objective]
+        positions_P[cell] = place_M[picked] + beside - row_Q[owner] * self.length
         labels_P[cell] = labels
         weights_P[cell] = 1.0
         cls_S, next_S = (np.zeros((len(rows), self.sequences), np.int32) for _ in range(2))

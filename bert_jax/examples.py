@@ -63,10 +63,36 @@ def check(config: ExamplesConfig, model: BertConfig | None = None) -> None:
     for name in ("max_sequences_per_row", "max_predictions_per_row", "dupe_factor"):
         if getattr(config, name) < 0:
             raise ConfigError(f"examples.{name} is {getattr(config, name)}; it must be at least 0")
+    if model is not None:
+        check_context(config, model)
+    if config.objective != "masked" and 0 < config.max_predictions_per_row < length:
+        raise ConfigError(
+            f"examples.max_predictions_per_row is {config.max_predictions_per_row}, and every piece is predicted where "
+            f'examples.objective is "{config.objective}"; leave it at 0'
+        )
     if not config.pack and config.max_sequences_per_row > 1:
         raise ConfigError(
             f"examples.max_sequences_per_row is {config.max_sequences_per_row} but examples.pack is false, which is "
             "one pair a row; set one of the two"
+        )
+
+
+def check_context(config: ExamplesConfig, model: BertConfig) -> None:
+    """Refuse what a model that sees one side cannot learn, and what one that sees both could copy.
+
+    Raises:
+      ConfigError: with what to change.
+    """
+    needed = {"next": "left", "previous": "right"}.get(config.objective, model.context)
+    if model.context != needed:
+        raise ConfigError(
+            f'examples.objective is "{config.objective}" and model.context "{model.context}", so that a position would '
+            f'see the piece that it predicts; set model.context = "{needed}"'
+        )
+    if model.context == "left" and config.sentence_task != "none":
+        raise ConfigError(
+            f'model.context is "left", so that [CLS] sees nothing but itself, and examples.sentence_task '
+            f'"{config.sentence_task}" is told by it; set examples.sentence_task = "none"'
         )
 
 
@@ -81,6 +107,8 @@ def max_predictions(config: ExamplesConfig) -> int:
     """Predictions that a row has room for (P)."""
     if config.max_predictions_per_row:
         return config.max_predictions_per_row
+    if config.objective != "masked":
+        return config.max_seq_length
     return max(4, 4 * math.ceil(round(config.masked_lm_prob * config.max_seq_length / 4, 6)))
 
 
@@ -366,8 +394,11 @@ def prediction_counts(config: ExamplesConfig) -> np.ndarray:
     """How many pieces of a sequence are predicted, by its length with [CLS] and [SEP]: int64 [max_seq_length + 1].
 
     As in the 2018 code: masked_lm_prob of all tokens, rounded, at least 1, at most the limit. A probability of 0 gives
-    none. Sequences too short for that many give all their pieces (see `numbers_to_predict`).
+    none. Sequences too short for that many give all their pieces (see `numbers_to_predict`). Where nothing is masked,
+    every piece is predicted.
     """
+    if config.objective != "masked":
+        return np.arange(config.max_seq_length + 1)
     if config.masked_lm_prob == 0:
         return np.zeros(config.max_seq_length + 1, np.int64)
     limit = max_predictions(config)

@@ -72,7 +72,7 @@ class Featurizer:
       size: numbers in a vector, F.
 
     Raises:
-      UserError: a layer that is not there, or pooled output of a checkpoint without pooler.
+      UserError: a layer that is not there, no pooler for pooled output, or [CLS] of a model in which it sees nothing.
     """
 
     def __init__(self, encoder: Encoder, settings: FeatureConfig):
@@ -82,6 +82,8 @@ class Featurizer:
         self.size = config.hidden_size * (len(self.layers) if settings.join == "concat" else 1)
         if settings.features == "pooled" and "pooler" not in encoder.params:
             raise UserError("this checkpoint has no pooler, so there is no pooled output; take cls or mean")
+        if settings.features in ("cls", "pooled") and config.context == "left":
+            raise UserError("[CLS] of this model sees nothing but itself (model.context is left); take mean or tokens")
         self.mesh = sharding.make_mesh(MeshConfig(preset="data_parallel"))
         self.devices = sharding.batch_devices(self.mesh)
         rows, whole = sharding.batch_sharding(self.mesh), sharding.replicated(self.mesh)

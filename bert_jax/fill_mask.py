@@ -48,6 +48,9 @@ def fill_mask(loaded: Loaded, texts: Sequence[str], top_k: int = 5) -> list[list
         raise UserError(f"top_k is {top_k}; it must be between 1 and the size of the vocabulary, {entries}")
     if "mlm" in loaded.drawn:
         raise UserError("this model came without a masked-LM head, so what it offered would be random")
+    objective = loaded.meta.get("config", {}).get("examples", {}).get("objective", "masked")
+    if objective != "masked":
+        raise UserError(f"this model was trained to predict the {objective} piece, and has never seen a [MASK]")
     rows = []
     for index, text in enumerate(texts):
         if any("\ud800" <= character <= "\udfff" for character in text):

@@ -5,6 +5,8 @@
     span                                      each token to a score as the start and one as the end of the answer
     choice                                    the pooled [CLS] of each choice to one score
 
+Of a model that sees only what is on the left, the last token stands for [CLS] (Radford et al. 2018, section 3.2).
+
 Embeddings, encoder and pooler have the names and shapes of `BertForPreTraining`; the layout of the heads is that of
 Hugging Face's classes of the same purpose, so that a fine-tuned model is one of theirs.
 """
@@ -122,13 +124,21 @@ class BertWithHead(nn.Module):
         x = embeddings(input_ids, token_type_ids, position_ids, randomness, EMBEDDING_SITE)
         x = Encoder(c, name="encoder")(x, sequence_ids, randomness, ENCODER_SITE)
         if self.head.has_pooler:
-            x = jnp.tanh(Dense(c.hidden_size, ("embed", "mlp"), c, name="pooler")(x[:, 0]))
+            x = jnp.tanh(Dense(c.hidden_size, ("embed", "mlp"), c, name="pooler")(whole_row(c, x, sequence_ids)))
         if kind != "span":
             rate = c.hidden_dropout_prob if self.head.dropout < 0 else self.head.dropout
             x = dropout.dropout(x, rate, randomness, ENCODER_SITE + SITES_PER_LAYER * c.num_hidden_layers)
         logits = Dense(self.head.num_outputs, ("embed", "classes"), c, name="head")(x)
         logits = logits.astype(wide_dtype(compute_dtype(c)))
         return logits.reshape(leading) if kind == "choice" else logits
+
+
+def whole_row(config: BertConfig, x_BLH: jax.Array, sequence_ids_BL: jax.Array) -> jax.Array:
+    """The vector that has seen the whole row, [B, H]: of [CLS], or of the last token where only the left is seen."""
+    if config.context != "left":
+        return x_BLH[:, 0]
+    last_B = jnp.maximum(jnp.sum(sequence_ids_BL > 0, axis=1) - 1, 0)
+    return jnp.take_along_axis(x_BLH, last_B[:, None, None], axis=1)[:, 0]
 
 
 def abstract_params(config: BertConfig, head: HeadConfig) -> Any:

@@ -28,7 +28,10 @@ def add(commands: Any) -> None:
 
     sub = command.add(commands, "probe", _probe, "a linear model on frozen features, scored on a task", True)
     sub.add_argument("task", metavar="TASK.toml", help="as for finetune; any key can be given as --section.key value")
-    sub.add_argument("--from", dest="checkpoint", metavar="CHECKPOINT", required=True, help=CHECKPOINT)
+    sub.add_argument(
+        "--from", dest="checkpoint", metavar="CHECKPOINT", required=True, action="append",
+        help=f"{CHECKPOINT}; given more than once, their features stand beside each other",
+    )  # fmt: skip
     _add_features(sub, ["mean", "cls", "pooled"])
     sub.add_argument("--json", action="store_true", help="the figures as JSON")
 

@@ -41,7 +41,8 @@ def abstract_batch(config: PretrainConfig, mesh: Mesh) -> dict[str, jax.ShapeDty
 def full_counts(config: PretrainConfig) -> dict[str, float]:
     """The counts of a batch in which each row is one sequence that fills it: what model FLOPs are taken from."""
     rows, length = config.train.batch_size, config.examples.max_seq_length
-    predictions = min(config.examples.masked_lm_prob * length, examples.max_predictions(config.examples))
+    share = config.examples.masked_lm_prob if config.examples.objective == "masked" else 1.0
+    predictions = min(share * length, examples.max_predictions(config.examples))
     return {
         "tokens": float(rows * length),
         "squares": float(rows * length**2),

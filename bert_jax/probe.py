@@ -7,7 +7,7 @@ are those of each word's first piece, with a linear model in place of the paper'
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -45,12 +45,16 @@ class Rows:
 
 
 def probe(
-    task: TaskConfig, checkpoint: str, settings: FeatureConfig | None = None, say: Say = command.say
+    task: TaskConfig,
+    checkpoint: str | Sequence[str],
+    settings: FeatureConfig | None = None,
+    say: Say = command.say,
 ) -> dict[str, Any]:
     """Fit linear models to the features of the training file; the dev file chooses the penalty.
 
     Args:
-      checkpoint: anything that `bert_jax.load` takes, or a fine-tuned run, whose head is left out.
+      checkpoint: anything that `bert_jax.load` takes, or a fine-tuned run, whose head is left out. Of several with one
+        vocabulary the features stand beside each other, as ELMo's two directions do (Peters et al. 2018).
       settings: which features; of a task of tags they are those of pieces.
 
     Returns:
@@ -59,7 +63,8 @@ def probe(
       the first dev file are a little too good, since that file has chosen the penalty.
 
     Raises:
-      UserError: a kind that has no probe, no dev file, or a file or checkpoint that cannot be used.
+      UserError: a kind that has no probe, no dev file, a file or checkpoint that cannot be used, or several with
+        different vocabularies.
     """
     if task.kind not in KINDS:
         raise UserError(f"{task.name} is of the kind {task.kind}, and linear probes are for {', '.join(KINDS)}")
@@ -69,19 +74,23 @@ def probe(
         settings = dataclasses.replace(settings, features="tokens")
     elif settings.features == "tokens":
         raise UserError("features of every piece are for tags; take mean, cls or pooled")
-    encoder = load_encoder(checkpoint, say=say)
-    model_config(task, encoder.config)  # refuses rows that are too long, before anything is computed
-    featurizer = Featurizer(encoder, settings)
-    data = evaluation.load_data(task, encoder.tokenizer, say)
+    names = [checkpoint] if isinstance(checkpoint, str) else list(checkpoint)
+    encoders = [load_encoder(name, say=say) for name in names]
+    for name, encoder in zip(names, encoders, strict=True):
+        model_config(task, encoder.config)  # refuses rows that are too long, before anything is computed
+        if encoder.tokenizer.digest != encoders[0].tokenizer.digest:
+            raise UserError(f"{name} has another vocabulary than {names[0]}; features of one text go together")
+    featurizers = [Featurizer(encoder, settings) for encoder in encoders]
+    data = evaluation.load_data(task, encoders[0].tokenizer, say)
     task = data.task
     if not data.dev:
         raise ConfigError("data.dev is empty; the probe needs a dev file, which chooses its penalty")
     head = HeadConfig(task.kind, task.labels)
     kind: linear.Kind = "classification" if tags else task.kind  # type: ignore[assignment]
-    train = _rows(featurizer, data.train, say)
+    train = _rows(featurizers, data.train, say)
     if not len(train.x_NF):
         raise UserError(f"{data.train.records.path}: there is no word to learn from")
-    dev = [_rows(featurizer, part, say) for part in data.dev]
+    dev = [_rows(featurizers, part, say) for part in data.dev]
     models = linear.fit(train.x_NF, train.targets, kind, head.num_outputs, PENALTIES)
 
     def figures(part: LabelledSet, rows: Rows, scores_NC: np.ndarray) -> dict[str, float]:
@@ -99,7 +108,7 @@ def probe(
     pairs = list(zip(data.dev, dev, strict=True))
     return {
         "task": task.name,
-        "checkpoint": checkpoint,
+        "checkpoint": " + ".join(names),
         "features": {name: getattr(settings, name) for name in ("features", "layers", "join")},
         "examples": len(data.train.records.examples),
         "metric": task.best_metric,
@@ -132,9 +141,15 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(out)
 
 
-def _rows(featurizer: Featurizer, part: LabelledSet, say: Say) -> Rows:
+def _rows(featurizers: Sequence[Featurizer], part: LabelledSet, say: Say) -> Rows:
+    """The features of one file, of several encoders side by side."""
+    say(f"features of {len(part.features.arrays['input_ids']):,} rows of {part.records.path}")
+    each = [_rows_of(featurizer, part) for featurizer in featurizers]
+    return dataclasses.replace(each[0], x_NF=np.concatenate([rows.x_NF for rows in each], -1))
+
+
+def _rows_of(featurizer: Featurizer, part: LabelledSet) -> Rows:
     arrays = part.features.arrays
-    say(f"features of {len(arrays['input_ids']):,} rows of {part.records.path}")
     labels = arrays["labels"]
     if featurizer.settings.features != "tokens":
         return Rows(featurizer.vectors(arrays), labels)

@@ -20,7 +20,7 @@ FIXED = ("model.hidden_size", "model.num_", "model.intermediate_size", "model.vo
          "model.type_vocab_size", "model.hidden_act", "optimizer.name")  # fmt: skip
 """Another model or optimizer: the stored state does not fit, and no force makes it."""
 UNSAFE = ("examples.", "train.seed", "optimizer.", "model.layer_norm_eps", "model.hidden_dropout_prob",
-          "model.attention_probs_dropout_prob", "model.dropout_generator", "init.")  # fmt: skip
+          "model.attention_probs_dropout_prob", "model.dropout_generator", "model.context", "init.")  # fmt: skip
 """It would silently be another run: refused unless forced. (Text and vocabulary are compared by what is in the prepared
 data, not by these settings.)"""
 

@@ -116,7 +116,7 @@ def test_attention_is_softmax_within_each_sequence() -> None:
 
 def test_causal_attention_is_attention_over_what_came_before_in_the_sequence() -> None:
     q, k, v = qkv()
-    context, weights = layers.attention(q, k, v, IDS_BL, IDS_BL, causal=True)
+    context, weights = layers.attention(q, k, v, IDS_BL, IDS_BL, context="left")
     wide = [np.asarray(x, np.float64) for x in (q, k, v)]
     expected = reference_attention(*wide, np.asarray(IDS_BL), causal=True)
     np.testing.assert_allclose(np.where(IDS_BL[..., None, None] > 0, context, 0), expected, rtol=1e-5, atol=1e-6)

@@ -46,5 +46,6 @@ def test_the_mask_of_a_batch_padded_twice_still_sums_to_the_true_lengths() -> No
     assert twice.tolist() == masks.from_lengths(jnp.asarray(lengths), 10).tolist()
 
 
-def test_causal() -> None:
-    assert masks.causal(3, 3).astype(int).tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+def test_one_way() -> None:
+    assert masks.one_way("left", 3, 3).astype(int).tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert masks.one_way("right", 3, 3).astype(int).tolist() == [[1, 1, 1], [0, 1, 1], [0, 0, 1]]

@@ -32,6 +32,10 @@ class ConfigError(UserError, ValueError):
     """A run file, recipe or override that cannot be used."""
 
 
+Context = Literal["both", "left", "right"]
+"""What a position may attend to: its whole sequence, or itself and what stands before it, or after it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class EncoderConfig:
     """The Transformer encoder; the field names are those of Hugging Face's BERT configuration where it has them."""
@@ -80,6 +84,11 @@ class EncoderConfig:
     @property
     def scanned(self) -> bool:
         return self.layers == "scanned" or (self.layers == "auto" and self.num_hidden_layers > 12)
+
+    @property
+    def context(self) -> Context:
+        """What the encoder's self-attention sees."""
+        return "both"
 
     @property
     def pre_norm(self) -> bool:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from transformer_jax import masks
-from transformer_jax.config import ConfigError, EncoderConfig
+from transformer_jax.config import ConfigError, Context, EncoderConfig
 from transformer_jax.dropout import Randomness, dropout
 from transformer_jax.sharding import split_rows, whole_vectors
 
@@ -308,7 +308,7 @@ def attention(
     query_ids_BL: jax.Array,
     key_ids_BM: jax.Array,
     *,
-    causal: bool = False,
+    context: Context = "both",
     dropout_rate: float = 0.0,
     randomness: Randomness | None = None,
     site: jax.Array | int = 0,
@@ -321,7 +321,7 @@ def attention(
     Args:
       query_ids_BL, key_ids_BM: int32 sequence numbers, 0 for padding. A query with nothing to attend to (padding)
         gets the plain mean of all values: finite, and read by no one.
-      causal: only keys at or before the query's own place in the row.
+      context: `left` or `right` leaves only keys at or before, or at or after, the query's own place in the row.
 
     Returns:
       context [B, L, N, D] in the dtype of the values, and the weights before dropout, float32 [B, N, L, M].
@@ -330,8 +330,8 @@ def attention(
     query_BLND = query_BLND * (1.0 / math.sqrt(query_BLND.shape[-1]))
     scores_BNLM = wide_einsum("BLND,BMND->BNLM", query_BLND, key_BMND)
     allowed_BLM = masks.same_sequence(query_ids_BL, key_ids_BM)
-    if causal:
-        allowed_BLM = allowed_BLM & masks.causal(*allowed_BLM.shape[1:])[None]
+    if context != "both":
+        allowed_BLM = allowed_BLM & masks.one_way(context, *allowed_BLM.shape[1:])[None]
     allowed_B1LM = allowed_BLM[:, None, :, :]
     scores_BNLM = jnp.where(allowed_B1LM, scores_BNLM, masks.FORBIDDEN)
     top_BNL1 = jax.lax.stop_gradient(scores_BNLM.max(-1, keepdims=True))
@@ -355,7 +355,7 @@ class Attention(nn.Module):
     """
 
     config: EncoderConfig
-    causal: bool = False
+    context: Context = "both"
 
     def setup(self) -> None:
         c = self.config
@@ -404,7 +404,7 @@ class Attention(nn.Module):
             memory.value,
             query_ids_BL,
             key_ids_BM,
-            causal=self.causal,
+            context=self.context,
             dropout_rate=self.config.attention_probs_dropout_prob,
             randomness=randomness,
             site=site,

@@ -6,6 +6,8 @@ count the sequences of the row. Masks never come from token ids, since a vocabul
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
@@ -29,10 +31,12 @@ def same_sequence(query_ids_BL: jax.Array, key_ids_BM: jax.Array) -> jax.Array:
     return (query_BL1 == key_B1M) & (key_B1M != 0)
 
 
-def causal(queries: int, keys: int) -> jax.Array:
-    """bool [queries, keys]: a query may attend to keys at or before its own place, places counted within the row.
+def one_way(context: Literal["left", "right"], queries: int, keys: int) -> jax.Array:
+    """bool [queries, keys]: a query may attend to keys at or before its own place (left), or at or after it (right).
 
-    With `same_sequence` that is causal attention within each sequence, since a sequence lies in one piece.
+    Places are counted within the row. With `same_sequence`, `left` is causal attention within each sequence, since a
+    sequence lies in one piece.
     """
     shape = (queries, keys)
-    return jax.lax.broadcasted_iota(jnp.int32, shape, 0) >= jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    query, key = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    return query >= key if context == "left" else query <= key

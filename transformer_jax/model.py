@@ -51,7 +51,7 @@ class EncoderLayer(nn.Module):
         first_site: jax.Array | int,
     ) -> jax.Array:
         c = self.config
-        attention = Attention(c, name="attention")
+        attention = Attention(c, c.context, name="attention")
 
         def attend(x_BLH: jax.Array) -> jax.Array:
             return attention(x_BLH, x_BLH, sequence_ids_BL, sequence_ids_BL, randomness, first_site)
@@ -69,7 +69,7 @@ class DecoderLayer(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        self.attention = Attention(c, causal=True)
+        self.attention = Attention(c, context="left")
         self.attention_norm = LayerNorm(c)
         self.cross_attention = Attention(c)
         self.cross_attention_norm = LayerNorm(c)
@@ -265,10 +265,12 @@ def encoder_flops(config: EncoderConfig, tokens: float, squared_lengths: float) 
 
     Args:
       tokens: number of real tokens.
-      squared_lengths: sum over sequences of the squared real length, the pairs that attention scores.
+      squared_lengths: sum over sequences of the squared real length, the pairs that attention scores; of one-way
+        context about half of them.
     """
     h, f = config.hidden_size, config.intermediate_size
-    return config.num_hidden_layers * (2.0 * tokens * (4 * h * h + 2 * h * f) + 4.0 * squared_lengths * h)
+    pairs = squared_lengths if config.context == "both" else (squared_lengths + tokens) / 2
+    return config.num_hidden_layers * (2.0 * tokens * (4 * h * h + 2 * h * f) + 4.0 * pairs * h)
 
 
 def decoder_flops(

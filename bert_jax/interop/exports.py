@@ -47,6 +47,11 @@ def export_checkpoint(
       UserError: no such checkpoint, a target in use, or a model that the format has no form for.
     """
     found = read(checkpoint, say=say)
+    if found.config.context != "both" and form != "stablehlo":
+        raise UserError(
+            f"{checkpoint} sees one side alone (model.context {found.config.context!r}), and {form} has no form for "
+            "that; take --format stablehlo"
+        )
     facts = {**card_facts(checkpoint, found, f"bert-jax export {Path(checkpoint).name} OUT --format {form}")}
     facts |= extra_card or {}
     arguments = (found.params, found.config, found.tokenizer, out)
