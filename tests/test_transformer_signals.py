@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from transformer_jax.signals import StopSignal
+from transformer_jax.signals import SAME_SECONDS, StopSignal
 
 PROGRAM = """
 import sys, time
@@ -47,10 +47,21 @@ def test_the_second_signal_leaves_at_once_even_during_a_compilation(second):
     process = start(DEAF.format(millions=200))
     process.send_signal(signal.SIGTERM)
     assert "once more leaves at once" in process.stderr.readline()
+    time.sleep(SAME_SECONDS + 0.1 if second == signal.SIGTERM else 0.0)
     process.send_signal(second)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 128 + second
     assert out == "" and "without saving" in err
+
+
+def test_two_terminations_at_once_are_one():
+    """A scheduler's and that of a script around the run; the run is saved all the same."""
+    process = start("time.sleep(0.3)\n    " + POLITE + "\n    time.sleep(0.5)")
+    process.send_signal(signal.SIGTERM)
+    assert "once more leaves at once" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (143, "saved after SIGTERM\n", "")
 
 
 def test_a_signal_during_a_compilation_is_honoured_after_it():

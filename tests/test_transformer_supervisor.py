@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from transformer_jax import exit_codes, supervisor
+from transformer_jax.signals import SAME_SECONDS
 
 PROGRAM = """
 import os, signal, sys, time
@@ -66,6 +67,7 @@ def test_a_second_signal_through_the_parent_leaves_at_once():
     process, _ = start("time.sleep(1000)")
     process.send_signal(signal.SIGTERM)
     assert "once more leaves at once" in process.stderr.readline()
+    time.sleep(SAME_SECONDS + 0.1)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143 and "without saving" in err

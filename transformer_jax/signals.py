@@ -1,4 +1,8 @@
-"""SIGTERM and Ctrl-C: the first asks the run to save and leave, the second leaves at once."""
+"""SIGTERM and Ctrl-C: the first asks the run to save and leave, the second leaves at once.
+
+A scheduler and a script that restarts the run may both send SIGTERM when a machine is taken away; two that come within
+a second are one.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,15 @@ import os
 import signal
 import socket
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 from transformer_jax.supervisor import PASSED_ON
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
+SAME_SECONDS = 1.0
+"""A SIGTERM that comes so soon after the first signal is the same one. (Somebody who types Ctrl-C twice means it.)"""
 
 
 class StopSignal:
@@ -69,17 +76,20 @@ class StopSignal:
 
     def _watch(self) -> None:
         with self._reader:
-            came = {"here": 0, "parent": 0}
+            came: dict[str, float] = {}
             while numbers := self._reader.recv(1):
                 way = "parent" if numbers[0] in PASSED_ON else "here"
                 number = PASSED_ON.get(numbers[0], numbers[0])
                 if number not in STOPPING:
                     continue
-                came[way] += 1
-                if came[way] == 2:
+                now = time.monotonic()
+                if way in came:
+                    if number == signal.SIGTERM and now - came[way] < SAME_SECONDS:
+                        continue
                     os.write(2, b"second signal: leaving at once, without saving\n")
                     os._exit(128 + number)
-                if sum(came.values()) > 1:
+                came[way] = now
+                if len(came) > 1:
                     continue  # the same signal, to the parent and to this process
                 self._received = self._received or number
                 name = signal.Signals(number).name
