@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import tiny_bert
 import tiny_finetune
 
 from bert_jax import linear
@@ -97,6 +98,30 @@ def test_a_probe_reads_what_the_text_says(run, tmp_path, capsys):
         "layers": [0, -1],
         "join": "concat",
     }
+
+
+def test_features_of_several_encoders_stand_beside_each_other(run, tmp_path, capsys, monkeypatch):
+    """As ELMo's two directions; the first encoder's features are the first columns."""
+    task = tiny_finetune.task(tmp_path, train=24, dev=8)
+    seen = []
+
+    def fit(x_NF, *arguments):
+        seen.append(x_NF)
+        return fitted(x_NF, *arguments)
+
+    fitted = linear.fit
+    monkeypatch.setattr(linear, "fit", fit)
+    narrow = str(tiny_finetune.checkpoint(tmp_path / "narrow", hidden_size=16))
+    probe(task, run, say=lambda line: None)
+    assert main(["probe", str(tmp_path / "task.toml"), "--from", run, "--from", narrow]) == 0
+    assert f"of {run} + {narrow}; 24 examples" in capsys.readouterr().out
+    alone, both = seen
+    assert both.shape == (24, 32 + 16) and (both[:, :32] == alone).all() and both[:, 32:].any()
+    cased = tiny_bert.tiny_tokenizer(lowercase=False)
+    monkeypatch.setattr(tiny_finetune, "tiny_tokenizer", lambda: cased)
+    other = str(tiny_finetune.checkpoint(tmp_path / "cased"))
+    with pytest.raises(UserError, match=r"cased has another vocabulary than"):
+        probe(task, [run, other], say=lambda line: None)
 
 
 def test_a_probe_of_tags_sees_the_first_piece_of_each_word(run, tmp_path, capsys):
