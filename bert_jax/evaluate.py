@@ -18,7 +18,7 @@ from bert_jax.data import EvaluationData
 from bert_jax.loading import Loaded, load
 from bert_jax.pretrain import make_engine, open_prepared, with_padding
 from bert_jax.run_file import config_of
-from transformer_jax import corpora, sharding
+from transformer_jax import corpora, sharding, storage
 from transformer_jax.config import MeshConfig, UserError
 from transformer_jax.prepare import prepare
 from transformer_jax.shards import Shards
@@ -88,7 +88,7 @@ def evaluate(
     training: Shards | None = None
     documents: Shards | None = None
     with contextlib.ExitStack() as stack:
-        if (Path(where) / "manifest.json").exists():
+        if where and (storage.path(where) / "manifest.json").exists():
             training = open_prepared(config, "train")
             if training.tokenizer.digest != found.tokenizer.digest:
                 raise UserError(

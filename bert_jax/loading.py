@@ -16,6 +16,7 @@ from bert_jax.interop.published import Published
 from bert_jax.model import BertForPreTraining
 from transformer_jax import checkpoint as checkpoints
 from transformer_jax import config as core
+from transformer_jax import storage
 from transformer_jax.config import UserError
 from transformer_jax.tokenizer import WordPiece
 
@@ -110,10 +111,10 @@ def read(checkpoint: str | Path, *, seed: int | None = 0, say: Callable[[str], N
 
 def read_published(checkpoint: str | Path, say: Callable[[str], None] = _log) -> Published | None:
     """What another program's folder holds; None for a run."""
-    path = Path(checkpoint)
+    path = storage.path(checkpoint)
     if (path / "config.json").is_file():
-        return huggingface.read(path, say)
-    return tf1.read(path, say) if tf1.is_folder(path) else None
+        return huggingface.read(storage.fetch(path), say)
+    return tf1.read(storage.fetch(path), say) if tf1.is_folder(path) else None
 
 
 def read_run(checkpoint: str | Path) -> Stored:

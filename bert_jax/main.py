@@ -8,11 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from bert_jax import inspect_commands
-from transformer_jax import command
+from transformer_jax import command, storage
 from transformer_jax.command import json_line
 from transformer_jax.config import UserError
 
@@ -231,7 +230,7 @@ def _say(line: str) -> None:
 def _report(args: argparse.Namespace, rest: list[str]) -> int:
     from bert_jax.run_page import write_run_page
 
-    print(write_run_page(Path(args.run)))
+    print(write_run_page(storage.path(args.run)))
     return 0
 
 

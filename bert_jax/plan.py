@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from bert_jax import examples
 from bert_jax.config import PretrainConfig
 from bert_jax.pretrain import make_engine, open_prepared, resolve
 from transformer_jax import config as core
-from transformer_jax import sharding
+from transformer_jax import sharding, storage
 from transformer_jax.compiled_step import PlannedStep
 from transformer_jax.manifest import MANIFEST
 from transformer_jax.plan import Program
@@ -64,7 +63,7 @@ def resolved(config: PretrainConfig) -> tuple[PretrainConfig, list[str]]:
     Raises:
       ConfigError: settings that cannot work.
     """
-    if (Path(config.data.prepared) / MANIFEST).exists():
+    if (storage.path(config.data.prepared) / MANIFEST).exists():
         return resolve(config, open_prepared(config, "train")), []
     size = config.model.vocab_size or config.tokenizer.vocab_size
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))

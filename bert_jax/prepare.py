@@ -8,9 +8,11 @@ from typing import Any
 
 from bert_jax import data, examples
 from bert_jax.config import PretrainConfig
-from transformer_jax import command, corpora, data_report
+from transformer_jax import command, corpora, data_report, storage
 from transformer_jax.config import ConfigError
 from transformer_jax.prepare import prepare as prepare_recipe
+from transformer_jax.prepared_folder import working_copy
+from transformer_jax.run_file import with_value
 
 
 def prepare(config: PretrainConfig, *, workers: int | None = None) -> dict[str, Any]:
@@ -25,6 +27,9 @@ def prepare(config: PretrainConfig, *, workers: int | None = None) -> dict[str, 
     if not config.data.recipe:
         raise ConfigError("data.recipe is not set; name a recipe file, such as one of data/*.toml")
     examples.check(config.examples)
+    if storage.is_remote(config.data.prepared):
+        with working_copy(config.data.prepared) as here:
+            return prepare(with_value(config, "data.prepared", str(here)), workers=workers)
     report = prepare_recipe(
         corpora.load_recipe(Path(config.data.recipe)),
         config.tokenizer,

@@ -117,7 +117,7 @@ def pretrain(
     config = resolve(config, shards)
     otherwise = check_prepared(config, shards, force)
     engine = make_engine(config, sharding.make_mesh(config.mesh))
-    data = PretrainingData(shards, config.examples, config.train.seed, Path(config.data.prepared) / "plans")
+    data = PretrainingData(shards, config.examples, config.train.seed, shards.folder / "plans")
     heldout = open_prepared(config, "heldout", check="digests")
     return run.run(
         config,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from transformer_jax import storage
 from transformer_jax.checkpoint import read_params
 from transformer_jax.config import EncoderConfig, UserError
 from transformer_jax.published_names import Entry, adopt, dense, norm
@@ -37,8 +37,9 @@ def read(checkpoint: str, say: Say = _log) -> BertEncoder:
     Raises:
       UserError: no checkpoint, a damaged one, or one of another kind of model.
     """
-    path = Path(checkpoint)
+    path = storage.path(checkpoint)
     if (path / "config.json").is_file():
+        path = storage.fetch(path)
         settings = read_json(path / "config.json")
         if settings.get("model_type", "bert") != "bert":
             raise UserError(f"{checkpoint} is a folder of {settings['model_type']!r}, not of BERT")

@@ -39,7 +39,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from transformer_jax import step_folders
+from transformer_jax import step_folders, storage
 from transformer_jax.config import CheckpointConfig, ConfigError
 from transformer_jax.named_trees import flat, named_leaves, named_tree, nest
 from transformer_jax.step_folders import (
@@ -104,7 +104,7 @@ class Checkpoints:
         for name in ("every", "keep_every", "keep_best"):
             if getattr(config, name) < 0:
                 raise ConfigError(f"checkpoint.{name} is {getattr(config, name)}; it must be 0 or more")
-        self.folder = Path(folder).absolute()
+        self.folder = storage.absolute(storage.path(folder))
         self.config = config
         self._manager: ocp.CheckpointManager | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -168,12 +168,17 @@ class Checkpoints:
         """
         try:
             if jax.process_index() == 0:
-                self._probe()
-        except OSError as e:
+                with storage.reported(self.folder):
+                    self._probe()
+        except (OSError, storage.StorageError) as e:
             raise CheckpointError(f"{self.folder}: no checkpoint can be saved here: {first_line(e)}") from e
 
     def _probe(self) -> None:
         probe = self.folder / f".0{step_folders.DELETING}"  # which is swept up if this is cut off
+        if storage.is_remote(probe):
+            probe.write_text("")
+            probe.unlink()
+            return
         if probe.is_dir():
             shutil.rmtree(probe)
         probe.mkdir(parents=True)
@@ -298,7 +303,12 @@ class Checkpoints:
                     number, _, rest = name.partition(".")
                     if number.isdigit() and f".{rest}".startswith((_TEMPORARY, step_folders.DELETING)):
                         _log.info("removing %s, left by a run that was stopped", left_over)
-                        shutil.rmtree(left_over)
+                        storage.remove_tree(left_over)
+                if storage.is_remote(self.folder):  # where a step is deleted file by file, and a stop may leave some
+                    complete = steps(self.folder)
+                    for old, _ in unfinished(self.folder):
+                        if complete and old < complete[-1]:
+                            storage.remove_tree(self.folder / str(old))
             if path.exists():
                 _log.info("replacing %s", path)
                 step_folders.delete(path)
@@ -314,10 +324,11 @@ class Checkpoints:
         """After a failed save: give its disk space back, and start afresh with a manager that knows no error."""
         self._own.discard(step)
         self._close_manager()
-        if jax.process_index() == 0 and self.folder.is_dir():
-            for path in (self.folder / str(step), *self.folder.glob(f"{step}{_TEMPORARY}*")):
-                if path.exists() and not (path / DIGESTS).exists():
-                    shutil.rmtree(path, ignore_errors=True)
+        if jax.process_index() == 0:
+            with contextlib.suppress(storage.StorageError), storage.reported(self.folder):
+                for path in (self.folder / str(step), *self.folder.glob(f"{step}{_TEMPORARY}*")):
+                    if path.exists() and not (path / DIGESTS).exists():
+                        storage.remove_tree(path, ignore_errors=True)
 
     def _close_manager(self) -> None:
         manager, self._manager = self._manager, None

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformer_jax import storage
 from transformer_jax.config import UserError
 
 if TYPE_CHECKING:
@@ -61,8 +62,12 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> in
     except BrokenPipeError:
         sys.stderr.close()
         return 141
-    except OSError as e:
-        if e.filename is None and e.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as e:
+        said = storage.explained(e) if "gcsfs" in sys.modules else None
+        if said is not None:
+            print(f"error: {said}", file=sys.stderr)
+            return 2
+        if not isinstance(e, OSError) or (e.filename is None and e.errno not in (errno.ENOSPC, errno.EDQUOT)):
             raise  # not about a file of the user's
         print(f"error: {e.filename or 'a file could not be written'}: {e.strerror}", file=sys.stderr)
         return 2
@@ -159,7 +164,7 @@ def training(
         if links is None or links.index == 0:
             if as_json and result.evaluation is not None:
                 print(json_line(result.evaluation))
-            print(f"page: {write_page(Path(config.run_dir))}", file=sys.stderr)
+            print(f"page: {write_page(storage.path(config.run_dir))}", file=sys.stderr)
     return 0
 
 

@@ -263,7 +263,7 @@ def load(cls: type[T], data: Mapping[str, Any], where: str, base: T | None = Non
 def read_toml(path: Path) -> dict[str, Any]:
     """A TOML file as nested dictionaries; a missing or broken file is a ConfigError that names it."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with U+FEFF
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))  # some editors begin a file with U+FEFF
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], 1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformer_jax import storage
+
 PHASES = {
     "start": "starting: imports, joining, reading data, restoring",
     "compile": "compiling",
@@ -173,7 +175,7 @@ def read_times(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of a run's `times.jsonl`; what a kill has cut off, or what else is no such line, is left out."""
     found = []
     path = run_dir / FILE
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+    for line in storage.read_text(path).splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line)
             if isinstance(value, dict) and {"process", "began", "first_step", "step", "seconds"} <= set(value):

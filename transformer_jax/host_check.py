@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from transformer_jax import config as core
-from transformer_jax import sharding
+from transformer_jax import sharding, storage
 from transformer_jax.config import ConfigError, UserError
 
 OWN = ("hosts.", "data.prepared")
@@ -132,8 +132,9 @@ def _check_folder(run_dir: Path, nonce: str, names: Sequence[str]) -> None:
     """Whether what process 0 writes into the run folder is there for all."""
     mark = run_dir / f".seen-by-all-{nonce}"
     if jax.process_index() == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        if not storage.is_remote(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+        mark.write_text("")
     multihost_utils.sync_global_devices("run folder is marked")
     deadline = time.monotonic() + SEEN_AFTER
     while not (seen := mark.exists()) and time.monotonic() < deadline:

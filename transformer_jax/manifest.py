@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from transformer_jax import storage
 from transformer_jax.config import UserError
 
 FORMAT = "token-shards"
@@ -122,6 +123,39 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             "run `prepare` again into a new folder"
         )
     return manifest
+
+
+def local_copy(folder: Path | str, split: str | None = None) -> Path:
+    """The prepared folder on this machine: `folder` itself, or the copy of one in storage, with the files of a split.
+
+    A file of the copy that is missing, or is not what the manifest says, is fetched (again); nothing else is.
+
+    Raises:
+      UserError: no finished folder, one that cannot be fetched, or files that are not those of its manifest.
+    """
+    remote = storage.path(folder)
+    if not storage.is_remote(remote):
+        return remote
+    with storage.reported(remote):
+        text = (remote / MANIFEST).read_bytes().decode() if (remote / MANIFEST).exists() else None
+    storage.refuse_unfinished(remote)
+    if text is None:
+        raise UserError(f"{remote}: no prepared data here; make it with `prepare` first")
+    local = storage.place(remote)
+    with storage.locked(local):
+        if not (local / MANIFEST).exists() or (local / MANIFEST).read_text(encoding="utf-8") != text:
+            write_atomically(local / MANIFEST, text)
+        wanted = files_of(read_manifest(local), split)
+
+        def bring(name: str) -> None:
+            def wrong(file: Path) -> str | None:
+                return None if file.exists() and describe_file(file) == wanted[name] else "not what the manifest says"
+
+            if wrong(local / name):
+                storage.fetch_file(remote / name, local / name, wrong)
+
+        storage.each(bring, wanted)
+    return local
 
 
 def files_of(manifest: Mapping[str, Any], split: str | None = None) -> dict[str, dict[str, Any]]:

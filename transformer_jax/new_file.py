@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from transformer_jax import storage
 from transformer_jax.config import UserError
 
 
@@ -17,6 +19,11 @@ def new_file(target: Path) -> Iterator[Path]:
     Raises:
       UserError: the folder of `target` is missing, or `target` is a folder.
     """
+    if storage.is_remote(target):
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder) / target.name
+            storage.send_file(Path(folder) / target.name, target)
+        return
     if target.is_dir():
         raise UserError(f"{target} is a folder; name a file")
     if not target.parent.is_dir():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from transformer_jax import storage
 from transformer_jax.config import UserError
 
 
@@ -24,13 +26,15 @@ def check_target(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
     """
     if out.is_dir():
         contents = {p.name for p in out.iterdir()}
+        if overwrite and storage.UNFINISHED in contents:  # of an export that did not arrive
+            return
         if not contents:
             return
         if not overwrite:
             raise UserError(f"{out} is not empty; give another folder, or ask for it to be overwritten")
         if not set(marks) <= contents:
             raise UserError(f"{out} is not an earlier export (no {' and '.join(marks)}), so it is kept")
-    elif out.exists() or out.is_symlink():
+    elif out.exists() or (not storage.is_remote(out) and out.is_symlink()):
         raise UserError(f"{out} is a file; give a folder that is new or empty")
 
 
@@ -38,9 +42,16 @@ def check_target(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder beside `target` that takes its place when the block ends well, and is gone when it does not.
 
+    For a target in storage the folder is on this machine, and sent when the block ends well.
+
     Raises:
       UserError: the disk refuses; the folder at `target` is then the one that was there before.
     """
+    if storage.is_remote(target):
+        with tempfile.TemporaryDirectory() as made_here:
+            yield Path(made_here)
+            storage.send(Path(made_here), target)
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
     made = target.parent / f".{target.name}.{os.getpid()}.partial"
     old = made.with_suffix(".old")

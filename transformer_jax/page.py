@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from transformer_jax import storage
 from transformer_jax.report import read_records
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 560, 220, 56, 28
@@ -42,9 +43,7 @@ def write_page(run_dir: Path, tables: dict[str, dict[str, Any]], texts: dict[str
         f"<title>{html.escape(run_dir.name)}</title><style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
     )
     path = run_dir / "report.html"
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(page, encoding="utf-8")
-    temporary.replace(path)
+    storage.write_whole(path, page)
     return path
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformer_jax import data_report, lock, shards
+from transformer_jax import data_report, lock, shards, storage
 from transformer_jax.config import UserError
 
 CHUNKS = "chunks"
@@ -39,6 +39,25 @@ def locked(out: Path) -> Iterator[None]:
                 lock.locked(out, f"another `prepare` is at work in {out}; wait for it, or name another folder")
             )
         yield
+
+
+@contextlib.contextmanager
+def working_copy(prepared: str | Path) -> Iterator[Path]:
+    """Where to prepare data: the folder itself, or the copy of one in storage, which is sent when the block ends well.
+
+    A preparation that was stopped on this machine goes on; one that was made elsewhere is fetched first.
+
+    Raises:
+      UserError: storage cannot be reached, or refuses. What was made stays in the copy.
+    """
+    remote, local = storage.path(prepared), storage.place(prepared)
+    if not storage.is_remote(remote):
+        yield local
+        return
+    if not (local / CHUNKS).is_dir() and storage.files(remote):
+        storage.fetch(remote, leave_out=(shards.CACHES,))
+    yield local
+    storage.send(local, remote, leave_out=(shards.CACHES,))
 
 
 @contextlib.contextmanager

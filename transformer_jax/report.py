@@ -12,6 +12,7 @@ import logging
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +21,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from transformer_jax import storage
 from transformer_jax.goodput import Clock, TimesFile, table
 
 # Peak bfloat16 FLOP/s of one device, by what JAX calls it (vendors' data sheets; v2 and v3 count cores, 7x halves).
@@ -54,12 +56,19 @@ class Reporter:
       first_step: the step the run goes on from; records of later steps, from before a stop, are taken out. With several
         processes, make one only when all of them have that step.
       clock: where the process's time goes; by default it begins now.
+      send: called when there are new lines.
     """
 
     def __init__(
-        self, run_dir: Path, total_steps: int, log_every: int, first_step: int = 0, clock: Clock | None = None
+        self,
+        run_dir: Path,
+        total_steps: int,
+        log_every: int,
+        first_step: int = 0,
+        clock: Clock | None = None,
+        send: Callable[[], None] = lambda: None,
     ):
-        self.clock = clock or Clock()
+        self.clock, self._send = clock or Clock(), send
         self.run_dir, self.total_steps, self.log_every = run_dir, total_steps, max(log_every, 1)
         self._first_step = first_step
         self.writes = jax.process_index() == 0
@@ -109,6 +118,7 @@ class Reporter:
         if self.writes:
             self._step = step
             self._times.write(step)
+            self._send()
 
     def step(self, step: int, values: dict[str, float], flops: float, waited: float) -> None:
         """One training step's means, its model FLOPs, and the seconds that the loop waited for its batch."""
@@ -199,7 +209,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl; a last line cut off by a kill, or what else is no record, is left out."""
     records = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in storage.read_text(path).splitlines():
             with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)
                 if isinstance(record, dict) and isinstance(record.get("step"), int) and "split" in record:

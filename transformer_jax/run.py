@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from transformer_jax import checkpoint, exit_codes, host_check, hosts, lock, optim, sharding
+from transformer_jax import checkpoint, exit_codes, host_check, hosts, lock, optim, sharding, storage
 from transformer_jax import config as core
 from transformer_jax.checkpoint import Checkpoints, NoCheckpointError
 from transformer_jax.config import ConfigError, UserError
@@ -93,13 +93,20 @@ def run(
     Raises:
       UserError: anything the user can mend, before a long job starts wherever that is possible.
     """
-    run_dir, clock = Path(config.run_dir), clock or Clock()
+    clock = clock or Clock()
     with contextlib.ExitStack() as stack:
+        # Process 0 alone writes the files of the run folder; where that is in storage, the others read what lies there.
+        run_dir, send = storage.path(config.run_dir), lambda: None
+        if jax.process_index() == 0:
+            files = stack.enter_context(storage.mirrored(config.run_dir))
+            run_dir, send = files.local, files.send
         alike = stack.enter_context(_together(config, engine, meta, clock))
         if jax.process_index() == 0:
-            busy = f"another process is training in {run_dir}; wait for it or stop it, or name another run_dir"
+            busy = f"another process is training in {config.run_dir}; wait for it or stop it, or name another run_dir"
             stack.enter_context(lock.locked(run_dir, busy))
-        checkpoints = stack.enter_context(contextlib.closing(Checkpoints(run_dir / "checkpoints", config.checkpoint)))
+        checkpoints = stack.enter_context(
+            contextlib.closing(Checkpoints(storage.path(config.run_dir) / "checkpoints", config.checkpoint))
+        )
         stack.enter_context(hosts.leaving_at_once())
         digest = meta["tokenizer_digest"]
         start = starting_point(config, engine, data, checkpoints, digest, check_resume, start_elsewhere, force)
@@ -108,7 +115,7 @@ def run(
         if jax.process_index() == 0 and not done:  # of a run that is done, the files say what it was
             write_files(run_dir)
         checkpoints.try_to_write()
-        with Reporter(run_dir, config.train.steps, config.train.log_every, first_step, clock) as reporter:
+        with Reporter(run_dir, config.train.steps, config.train.log_every, first_step, clock, send) as reporter:
             for line in (*warnings, *_unmeasured(config, evaluation, validation), *start.notes, *opening_lines, *alike):
                 reporter.line(line)
             if done:
@@ -140,9 +147,9 @@ def _together(config: Any, engine: Engine, meta: Mapping[str, Any], clock: Clock
     if jax.process_count() == 1:
         yield []
         return
-    run_dir, links = Path(config.run_dir), hosts.links()
+    run_dir, links = storage.path(config.run_dir), hosts.links()
     names = links.names if links is not None else ["?"] * jax.process_count()
-    log = run_dir / "log.txt" if jax.process_index() == 0 else None
+    log = storage.place(config.run_dir) / "log.txt" if jax.process_index() == 0 else None
 
     def leave(why: str) -> None:
         if links is not None:
@@ -227,9 +234,11 @@ def starting_point(
 
 def open_prepared(prepared: str, split: str, program: str, check: Literal["sizes", "digests"] = "sizes") -> Shards:
     """The prepared shards of a run; where there are none, the message says which command makes them."""
-    if not (Path(prepared) / "manifest.json").exists():
+    with storage.reported(prepared):
+        there = (storage.path(prepared) / "manifest.json").exists()
+    if not there:
         raise UserError(f"{prepared}: no prepared data here; run `{program} prepare RUN.toml` first")
-    return Shards.open(Path(prepared), split, check=check)
+    return Shards.open(prepared, split, check=check)
 
 
 def refuse_otherwise(prepared: str, lines: list[str], program: str, force: bool) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from transformer_jax import config as core
+from transformer_jax import storage
 from transformer_jax.config import ConfigError
 
 C = TypeVar("C")
@@ -45,7 +46,7 @@ def load_run(
     Raises:
       ConfigError: a missing file, an unknown key or preset, or a wrong value; the message names the file and the key.
     """
-    path = Path(path)
+    path = storage.path(path)
     data = core.read_toml(path)
     init = data.get("init")
     if isinstance(init, dict) and "from" in init:  # `from` cannot be the name of a field
@@ -67,6 +68,7 @@ def load_run(
     for key in ("run_dir", "data.prepared"):
         if not value_of(config, key):
             raise ConfigError(f"{key} is empty; name a folder, or leave {key} out")
+        storage.path(value_of(config, key))  # which refuses what cannot be reached from here
     return config
 
 
@@ -101,7 +103,8 @@ def check_resume(
       ConfigError: differences that do not fit the stored state, or that would silently make it another run.
     """
     changed = core.differences(stored, core.to_builtins(config))
-    changed = {key: values for key, values in changed.items() if key.partition(".")[0] != "hosts"}
+    aside = ("hosts", "train.compile_cache")  # of where and how it runs, not of what it is
+    changed = {key: values for key, values in changed.items() if not key.startswith(aside)}
     lines = {key: f"{key}: {old!r} in the checkpoint, {new!r} now" for key, (old, new) in changed.items()}
     wrong = [line for key, line in lines.items() if key.startswith(fixed)]
     if wrong:
@@ -128,8 +131,9 @@ def write_config(folder: Path, config: Any, beside: Sequence[str] = ()) -> None:
         config = with_value(config, "hosts", dataclasses.replace(config.hosts, coordinator="", processes=0, process=-1))
     for key in beside:
         name = value_of(config, key)
-        if name and not Path(name).is_absolute():
-            config = with_value(config, key, os.path.relpath(name, folder))
+        if name and not Path(name).is_absolute() and not storage.is_remote(name):
+            apart = storage.is_remote(value_of(config, "run_dir"))  # where no way leads to what is on this machine
+            config = with_value(config, key, str(Path(name).absolute()) if apart else os.path.relpath(name, folder))
     temporary = folder / ".config.toml.tmp"
     temporary.write_text(core.dump_toml(config), encoding="utf-8")
     temporary.replace(folder / "config.toml")
@@ -159,6 +163,8 @@ def _preset_of(overrides: Sequence[str], prog: str) -> tuple[str | None, list[st
 
 def _beside(path: Path, name: str) -> str:
     """`name` seen from the folder of `path`, written so that it can be read from the current folder."""
-    if not name or Path(name).is_absolute():
+    if not name or Path(name).is_absolute() or storage.is_remote(name):
         return name
+    if storage.is_remote(path):
+        return str(path.parent / name)
     return os.path.relpath(path.parent / name)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer_jax import config as core
-from transformer_jax import goodput
+from transformer_jax import goodput, storage
 from transformer_jax.config import UserError
 from transformer_jax.page import write_page
 from transformer_jax.report import read_records
@@ -34,8 +34,8 @@ def write_run_page(run_dir: Path, config_class: type[Any]) -> Path:
         tables["Where the time went"] = dict(times)
     texts = {}
     settings = core.load(config_class, core.read_toml(file), str(file))
-    data_report = Path(settings.data.prepared) / "report.txt"
+    data_report = storage.path(settings.data.prepared) / "report.txt"
     if data_report.exists():
-        texts["Data"] = data_report.read_text(encoding="utf-8")
-    texts["Settings"] = file.read_text(encoding="utf-8")
+        texts["Data"] = storage.read_text(data_report)
+    texts["Settings"] = storage.read_text(file)
     return write_page(run_dir, tables, texts)

@@ -16,7 +16,8 @@ A prepared folder holds text that has been turned into ids once:
     heldout-00000/           documents kept apart by the hash of their content (pairs: validation-, test-)
 
 The manifest has the size and SHA-256 of every file. Sizes are checked at each open, so that a file cut short is found
-at once and by name; digests are checked by `verify`, and by `Shards.open(..., check="digests")`.
+at once and by name; digests are checked by `verify`, by `Shards.open(..., check="digests")`, and of a folder in storage
+(`gs://`) when it is copied to this machine.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from transformer_jax.manifest import (
     FORMAT,
     describe_file,
     files_of,
+    local_copy,
     token_dtype,
     wrong_size,
 )
@@ -281,7 +283,7 @@ class Shards:
         Raises:
           UserError: no finished folder, no such split, or files that are not those of the manifest.
         """
-        folder = Path(folder)
+        folder = local_copy(folder, split)
         manifest = read_manifest(folder)
         if split not in manifest["splits"]:
             raise UserError(f"{folder} has no split `{split}`; it has {', '.join(manifest['splits'])}")

@@ -1,7 +1,8 @@
 """The numbered folders of a run's checkpoints: which are complete, which verify, and how one is named.
 
 A step is complete once it has `digests.json`: size and SHA-256 of every other file of its folder, written last and
-atomically, with the evaluation figure that the best steps are kept by. No Orbax and no device is needed here.
+atomically, with the evaluation figure that the best steps are kept by. No Orbax and no device is needed here. All of it
+holds for a folder in storage too (`gs://`), except that a step is taken away file by file there, its digests first.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ import errno
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from transformer_jax import storage
 from transformer_jax.config import CheckpointConfig, UserError
+from transformer_jax.storage import write_whole
 
 DIGESTS = "digests.json"
 ITEMS = ("state", "data", "meta")
 DELETING = ".deleting"
+HASHED_AT_ONCE = 8
 NOT_FINISHED = f"no {DIGESTS}: the save was stopped before its end"
 
 
@@ -44,13 +48,13 @@ class NoCheckpointError(CheckpointError):
 
 def steps(folder: Path | str) -> list[int]:
     """The complete steps of a run folder or its checkpoints folder, in order; digests are not compared."""
-    root = _root(Path(folder))
+    root = _root(storage.path(folder))
     return [step for step in step_folders(root) if (root / str(step) / DIGESTS).is_file()]
 
 
 def unfinished(folder: Path | str) -> list[tuple[int, str]]:
     """The steps that a stopped save left without digests, each with the reason it is passed over."""
-    root = _root(Path(folder))
+    root = _root(storage.path(folder))
     return [(s, NOT_FINISHED) for s in step_folders(root) if not (root / str(s) / DIGESTS).is_file()]
 
 
@@ -76,7 +80,7 @@ def verify(checkpoint: Path | str) -> list[tuple[int, list[str]]]:
 def _root(folder: Path) -> Path:
     """The folder of the steps, given that or the run folder."""
     inner = folder / "checkpoints"
-    return (inner if inner.is_dir() else folder).absolute()
+    return storage.absolute(inner if inner.is_dir() else folder)
 
 
 def step_folders(root: Path) -> list[int]:
@@ -107,17 +111,17 @@ def kept(metrics: Mapping[int, float | None], config: CheckpointConfig) -> set[i
 
 def locate(checkpoint: Path | str, step: int | None = None) -> tuple[Path, int | None]:
     """The folder of steps and the step that `RUN`, `RUN@STEP`, `RUN@best` or the folder of a step names."""
-    path = Path(checkpoint)
+    path = storage.path(checkpoint)
     if not path.is_dir():
         head, at, tail = str(checkpoint).rpartition("@")
-        if not at or not Path(head).is_dir():
+        if not at or not storage.path(head).is_dir():
             raise CheckpointError(f"{head or path}: no such folder; name a run folder, or RUN@STEP")
         if not tail.isdigit() and tail != "best":
             raise CheckpointError(f"{checkpoint}: after @ stands {tail!r}; it must be the number of a step, or `best`")
-        path = Path(head)
+        path = storage.path(head)
         step = best_step(_root(path)) if tail == "best" else int(tail)
     elif path.name.isdigit() and (path / "state").is_dir():
-        return path.parent.absolute(), int(path.name)
+        return storage.absolute(path.parent), int(path.name)
     root = _root(path)
     if step is not None and not (root / str(step)).is_dir():
         there = ", ".join(map(str, steps(root))) or "none"
@@ -175,7 +179,11 @@ def newest_verified(root: Path, step: int | None = None) -> tuple[int, list[tupl
 
 
 def delete(path: Path) -> None:
-    """Take the step away in one move, so that a kill meanwhile leaves no half of one."""
+    """Take the step away in one move, so that a kill meanwhile leaves no half of one that counts as complete."""
+    if storage.is_remote(path):
+        (path / DIGESTS).unlink(missing_ok=True)
+        storage.remove_tree(path)
+        return
     gone = path.with_name(f".{path.name}{DELETING}")
     if gone.exists():
         shutil.rmtree(gone)
@@ -185,9 +193,16 @@ def delete(path: Path) -> None:
 
 def failed_save(folder: Path, step: int, error: BaseException) -> CheckpointError:
     """The error of a save into `folder` that failed: why, what to do if the disk is full, and what is still there."""
-    complete = steps(folder)
-    newest = f"step {complete[-1]} is the newest complete checkpoint" if complete else "there is no complete checkpoint"
-    text = first_line(error)
+    try:
+        with storage.reported(folder):
+            complete = steps(folder)
+    except storage.StorageError:
+        newest = "the steps that were complete are as they were"
+    else:
+        newest = (
+            f"step {complete[-1]} is the newest complete checkpoint" if complete else "there is no complete checkpoint"
+        )
+    text = (storage.explained(error) if storage.is_remote(folder) else None) or first_line(error)
     full = (errno.ENOSPC, errno.EDQUOT)
     if (isinstance(error, OSError) and error.errno in full) or "No space left" in str(error):
         existing = next(p for p in (folder, *folder.parents) if p.exists())
@@ -208,9 +223,10 @@ def write_digests(path: Path, metric: float | None, config: CheckpointConfig) ->
     for item in ITEMS:
         if not (path / item).is_dir():
             raise OSError(f"the writer left no {item} in {path}")
-    files = {}
-    for file in sorted(p for p in path.rglob("*") if p.is_file()):
-        files[file.relative_to(path).as_posix()] = {"size": file.stat().st_size, "sha256": _sha256(file)}
+    sizes = {name: item.size for name, item in storage.files(path).items()}
+    with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
+        digests = list(pool.map(lambda name: storage.sha256(path / name), sizes))
+    files = {n: {"size": sizes[n], "sha256": digest} for n, digest in zip(sizes, digests, strict=True)}
     content = {"format": 1, "step": int(path.name), "metric": finite(metric)}
     _write(path, {**content, **_named(config), "files": files})
 
@@ -254,20 +270,21 @@ def problems_of(path: Path) -> list[str]:
         files = read_digests(path)["files"]
     except DamagedError as e:
         return [str(e)]
-    problems = []
-    for name, known in files.items():
-        file = path / name
-        try:
-            size = file.stat().st_size
-            if size != known["size"]:
-                problems.append(f"{name} has {size} bytes in place of {known['size']}")
-            elif _sha256(file) != known["sha256"]:
-                problems.append(f"{name} has changed since it was written")
-        except FileNotFoundError:
-            problems.append(f"{name} is missing")
-        except OSError as e:
-            problems.append(f"{name} cannot be read: {first_line(e)}")
-    return problems
+    with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
+        found = list(pool.map(lambda name: _problem_of(path / name, name, files[name]), files))
+    return [problem for problem in found if problem is not None]
+
+
+def _problem_of(file: Path, name: str, known: Mapping[str, Any]) -> str | None:
+    try:
+        size = storage.size(file)
+        if size != known["size"]:
+            return f"{name} has {size} bytes in place of {known['size']}"
+        return None if storage.sha256(file) == known["sha256"] else f"{name} has changed since it was written"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as e:
+        return f"{name} cannot be read: {first_line(e)}"
 
 
 def _named(config: CheckpointConfig) -> dict[str, str]:
@@ -283,27 +300,6 @@ def _sealed(content: Mapping[str, Any]) -> str:
     """The text of the digest file, with a digest of its own, so that a change in it is found too."""
     plain = json.dumps(content, indent=1, sort_keys=True)
     return json.dumps({**content, "seal": hashlib.sha256(plain.encode()).hexdigest()}, indent=1, sort_keys=True) + "\n"
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write the whole file or nothing, and have it on the disk before this returns."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    temporary.replace(path)
-    for folder in (path.parent, path.parent.parent):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def finite(metric: float | None) -> float | None:

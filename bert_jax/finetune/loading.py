@@ -15,6 +15,7 @@ from bert_jax.finetune.task_file import TaskConfig, of_meta
 from bert_jax.heads import BertWithHead, HeadConfig
 from transformer_jax import checkpoint as checkpoints
 from transformer_jax import config as core
+from transformer_jax import storage
 from transformer_jax.config import UserError
 from transformer_jax.step_folders import CheckpointError
 from transformer_jax.tokenizer import WordPiece
@@ -89,7 +90,7 @@ def best_of(run: str | Path) -> str:
 
     A run whose steps have no figure, for want of a dev file, stands for its newest step.
     """
-    folder = Path(run)
+    folder = storage.path(run)
     if not folder.is_dir() or (folder / "state").is_dir():
         return str(run)
     if not (folder / "checkpoints").is_dir():

@@ -18,11 +18,11 @@ from bert_jax.finetune.loading import RESULT, RESULTS, best_of, load_encoder
 from bert_jax.finetune.task_file import TaskConfig
 from bert_jax.heads import HeadConfig
 from transformer_jax import checkpoint as checkpoints
-from transformer_jax import command, sharding
+from transformer_jax import command, sharding, storage
 from transformer_jax import config as core
 from transformer_jax.config import ConfigError
 from transformer_jax.signals import StopSignal
-from transformer_jax.step_folders import write_whole
+from transformer_jax.storage import write_whole
 
 Say = Callable[[str], None]
 
@@ -74,7 +74,7 @@ def finetune(
     Raises:
       UserError: anything the user can mend, before anything is compiled wherever that is possible.
     """
-    folder = Path(task.run_dir)
+    folder = storage.path(task.run_dir)
     todo = trainings(task)
     _check_layout(folder, todo)
     encoder = load_encoder(checkpoint, random=random, say=say)
@@ -126,7 +126,7 @@ def _check_layout(folder: Path, todo: list[Training]) -> None:
 
 def _finished(config: train.FinetuneConfig) -> dict[str, Any] | None:
     """The result of a training that is done with these very settings."""
-    file = Path(config.run_dir) / RESULT
+    file = storage.path(config.run_dir) / RESULT
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -138,7 +138,7 @@ def _finish(
     config: train.FinetuneConfig, one: Training, scorer: evaluation.Scorer, seconds: float, say: Say
 ) -> dict[str, Any]:
     """Score the best step once more, write its predictions, and the result."""
-    folder = Path(config.run_dir)
+    folder = storage.path(config.run_dir)
     step, params, _, _ = checkpoints.read_params(best_of(folder))
     scores = scorer.full(params)
     result = {"learning_rate": one.learning_rate, "seed": one.seed, "folder": one.folder, "step": step}
@@ -148,8 +148,9 @@ def _finish(
     if scores.confusion:
         result["confusion"] = scores.confusion
     if jax.process_index() == 0:
-        for file in scores.write(folder):
-            say(f"predictions: {file}")
+        with storage.mirrored(config.run_dir) as files:
+            for file in scores.write(files.local):
+                say(f"predictions: {folder / file.name}")
         text = command.json_line({"config": core.to_builtins(config), "result": result})
         write_whole(folder / RESULT, text + "\n")
     return result

@@ -25,6 +25,7 @@ from bert_jax.interop.model_card import model_card
 from bert_jax.interop.probe import SAMPLE_TEXTS, failed, probe_logits
 from bert_jax.interop.published import Published, refuse_larger_tokenizer
 from transformer_jax import config as core
+from transformer_jax import storage
 from transformer_jax.config import UserError
 from transformer_jax.new_folder import check_target, new_folder
 from transformer_jax.safetensors_folder import read_json, read_tensors, write_json
@@ -199,7 +200,7 @@ def export(
       UserError: the target is in use, the disk refuses, or what was read back differs. Nothing is then left at `out`
         that was not there before.
     """
-    out = Path(out)
+    out = storage.path(out)
     check_target(out, overwrite, MARKS)
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(f"the tokenizer has {tokenizer.vocab_size} entries, the model only {config.vocab_size}")

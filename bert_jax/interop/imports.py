@@ -14,7 +14,7 @@ from bert_jax.loading import read
 from bert_jax.presets import nearest_preset
 from bert_jax.resize import resize
 from transformer_jax import config as core
-from transformer_jax import imported_run
+from transformer_jax import imported_run, storage
 
 _warn = logging.getLogger(__name__).warning
 
@@ -47,7 +47,7 @@ def import_folder(
       UserError: as `bert_jax.loading.read` and `resize`; or `run_dir` is in use, the disk refuses, or the checkpoint
         reads back changed. Nothing is then left at `run_dir`.
     """
-    run_dir = Path(run_dir)
+    run_dir = storage.path(run_dir)
     imported_run.check_unused(run_dir)
     found = read(source, seed=seed, say=say)
     sized = resize(

@@ -22,6 +22,7 @@ from bert_jax.interop.huggingface import config_to_hf
 from bert_jax.interop.huggingface_names import Say
 from bert_jax.interop.model_card import model_card
 from bert_jax.interop.probe import as_choices, compare_parts, outputs_of, probe_rows, reference
+from transformer_jax import storage
 from transformer_jax.config import UserError
 from transformer_jax.new_folder import check_target, new_folder
 from transformer_jax.safetensors_folder import write_json
@@ -65,7 +66,7 @@ def export(
       UserError: the extra `onnx` is not installed, the target is in use, the disk refuses, or ONNX Runtime gives other
         numbers than the model. Nothing is then left at `out` that was not there before.
     """
-    out = Path(out)
+    out = storage.path(out)
     onnx, _ = _library("onnx"), _library("onnxruntime")
     check_target(out, overwrite, MARKS)
     from bert_jax.interop import onnx_graph  # it needs the extra

@@ -23,6 +23,7 @@ from bert_jax.interop import huggingface
 from bert_jax.interop.huggingface_names import Say, to_hf
 from bert_jax.interop.model_card import model_card
 from bert_jax.interop.probe import SAMPLE_TEXTS, failed
+from transformer_jax import storage
 from transformer_jax.new_folder import check_target, new_folder
 from transformer_jax.safetensors_folder import write_json
 from transformer_jax.tokenizer import WordPiece
@@ -62,7 +63,7 @@ def export(
       UserError: the target is in use, the disk refuses, or what was read back differs. Nothing is then left at `out`
         that was not there before.
     """
-    out = Path(out)
+    out = storage.path(out)
     check_target(out, overwrite, MARKS)
     if head is not None:
         say(f"its head ({head.kind}) is left out")
@@ -76,6 +77,7 @@ def export(
 
 ```python
 from sentence_transformers import SentenceTransformer
+from transformer_jax import storage
 vectors = SentenceTransformer("FOLDER").encode(["one text", "another"])
 ```
 

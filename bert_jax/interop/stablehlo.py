@@ -36,6 +36,7 @@ from bert_jax.interop.probe import (
     probe_rows,
     reference,
 )
+from transformer_jax import storage
 from transformer_jax.config import UserError
 from transformer_jax.named_trees import flat, nest
 from transformer_jax.new_folder import check_target, new_folder
@@ -72,7 +73,7 @@ def export(
       UserError: the extra `stablehlo` is not installed, the target is in use, the disk refuses, or what was read back
         gives other numbers than the model. Nothing is then left at `out` that was not there before.
     """
-    out = Path(out)
+    out = storage.path(out)
     if importlib.util.find_spec("flatbuffers") is None:
         raise UserError("export to StableHLO needs flatbuffers: pip install 'bert-transformer-jax[stablehlo]'")
     check_target(out, overwrite, MARKS)

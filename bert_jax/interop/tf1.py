@@ -22,6 +22,7 @@ from bert_jax.interop.huggingface import config_from_hf
 from bert_jax.interop.huggingface_names import HEADS, Say, entries, from_hf, to_hf
 from bert_jax.interop.model_card import model_card
 from bert_jax.interop.published import Published, refuse_larger_tokenizer
+from transformer_jax import storage
 from transformer_jax.config import UserError
 from transformer_jax.new_folder import check_target, new_folder
 from transformer_jax.published_names import Entry, check_names
@@ -222,7 +223,7 @@ def export(
 
     Args and errors as `bert_jax.interop.huggingface.export`; besides, tags and choices have no form there.
     """
-    out = Path(out)
+    out = storage.path(out)
     if head is not None and head.kind in ("tagging", "choice", "multi_label"):
         raise UserError(f"google-research/bert has no head for {head.kind}; export with --format huggingface")
     if config.layer_norm_eps != BertConfig.layer_norm_eps:

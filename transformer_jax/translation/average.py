@@ -13,6 +13,7 @@ import numpy as np
 
 from transformer_jax import checkpoint as checkpoints
 from transformer_jax import config as core
+from transformer_jax import storage
 from transformer_jax.checkpoint import Checkpoints
 from transformer_jax.config import UserError
 from transformer_jax.named_trees import flat, nest
@@ -39,7 +40,7 @@ def average(names: Sequence[str], out: str | Path, last: int = 0) -> Path:
       UserError: a checkpoint that cannot be read, or is of another model or vocabulary than the first; fewer steps than
         `last`; `out` is in use, or the disk refuses. Nothing is then left at `out`.
     """
-    out = Path(out)
+    out = storage.path(out)
     check_target(out, overwrite=False, marks=())
     names = _newest(names, last) if last else list(names)
     if not names:

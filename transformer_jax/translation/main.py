@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformer_jax import command
+from transformer_jax import command, storage
 from transformer_jax.command import json_line
 from transformer_jax.config import UserError
 
@@ -232,7 +232,7 @@ def _plan(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _report(args: argparse.Namespace, rest: list[str]) -> int:
-    print(_write_page(Path(args.run)))
+    print(_write_page(storage.path(args.run)))
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from transformer_jax import config as core
-from transformer_jax import sharding
+from transformer_jax import sharding, storage
 from transformer_jax.compiled_step import PlannedStep
 from transformer_jax.manifest import MANIFEST
 from transformer_jax.plan import Program
@@ -62,7 +61,7 @@ def make_step(settings: Mapping[str, Any], devices: list[Any]) -> PlannedStep:
 
 def resolved(config: TranslationConfig) -> tuple[TranslationConfig, list[str]]:
     """The configuration with the sizes of its vocabularies, and notes on where those come from."""
-    if (Path(config.data.prepared) / MANIFEST).exists():
+    if (storage.path(config.data.prepared) / MANIFEST).exists():
         return resolve(config, data.load_vocabularies(open_prepared(config, "train"))), []
     size = config.tokenizer.vocab_size
     model = dataclasses.replace(

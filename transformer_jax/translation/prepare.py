@@ -21,12 +21,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from transformer_jax import data_report, pieces, preparation, shards
+from transformer_jax import data_report, pieces, preparation, shards, storage
 from transformer_jax.chunks import Chunk
 from transformer_jax.config import ConfigError, UserError, differences
 from transformer_jax.corpora import Document
 from transformer_jax.pieces import SentencePiece
 from transformer_jax.preparation import Progress, Say, short
+from transformer_jax.prepared_folder import working_copy
+from transformer_jax.run_file import with_value
 from transformer_jax.scripts import UnknownCounter
 from transformer_jax.shards import ShardArrays, Shards
 from transformer_jax.tokenizer import WordPiece
@@ -71,6 +73,10 @@ def prepare(
     if not config.data.recipe:
         raise ConfigError("data.recipe is not set; name a recipe of pairs, such as one of data/*.toml")
     recipe = pairs.load_recipe(Path(config.data.recipe))
+    if storage.is_remote(config.data.prepared):
+        with working_copy(config.data.prepared) as here:
+            moved = with_value(config, "data.prepared", str(here))
+            return prepare(moved, workers=workers, progress=progress, say=say, resume=resume)
     out = Path(config.data.prepared)
     cleaning.check(config.data, (recipe.source_language, recipe.target_language))
     data.check(config.examples)

@@ -139,7 +139,7 @@ def train(
     config = resolve(config, vocabularies)
     otherwise = check_prepared(config, shards, force)
     engine = make_engine(config, sharding.make_mesh(config.mesh))
-    stream = data.TrainingData(shards, config.examples, config.train.seed, Path(config.data.prepared) / "plans")
+    stream = data.TrainingData(shards, config.examples, config.train.seed, shards.folder / "plans")
     heldout = open_prepared(config, "validation", check="digests")
     return run.run(
         config,

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from transformer_jax import storage
 from transformer_jax.config import UserError
 from transformer_jax.embeddings import sinusoids
 from transformer_jax.new_folder import check_target, new_folder
@@ -90,7 +91,7 @@ def export(
         use, the disk refuses, or the written model scores otherwise than ours. Nothing is then left at `out` that was
         not there before.
     """
-    library, out = _library(), Path(out)
+    library, out = _library(), storage.path(out)
     if config.encoder_embeddings != "transformer" or not isinstance(vocabularies.source, SentencePiece):
         raise UserError(
             f'this model does not fit CTranslate2: model.encoder_embeddings is "{config.encoder_embeddings}" with a '

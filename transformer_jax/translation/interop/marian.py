@@ -26,7 +26,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from transformer_jax import config as core
-from transformer_jax import imported_run
+from transformer_jax import imported_run, storage
 from transformer_jax.config import UserError
 from transformer_jax.new_folder import check_target, new_folder
 from transformer_jax.pieces import SentencePiece
@@ -140,7 +140,7 @@ def read_folder(path: str | Path) -> Folder:
     Raises:
       UserError: a file is missing, broken or a pickle, or the model or its vocabularies are not of our kind.
     """
-    folder = Path(path)
+    folder = storage.fetch(storage.path(path))
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     config = config_from_marian(read_json(folder / "config.json"), str(folder / "config.json"))
@@ -242,7 +242,7 @@ def export(
       UserError: the model does not fit Marian's format (the message names the settings), the target is in use, the
         disk refuses, or what was read back differs. Nothing is then left at `out` that was not there before.
     """
-    out = Path(out)
+    out = storage.path(out)
     refuse_unfit(config)
     _refuse_unfit_vocabularies(vocabularies)
     check_target(out, overwrite, ("config.json", "model.safetensors"))
@@ -353,7 +353,7 @@ def import_folder(source: str | Path, run_dir: str | Path) -> Path:
       UserError: as `read_folder`; or `run_dir` is in use, the disk refuses, or the checkpoint reads back changed.
         Nothing is then left at `run_dir`.
     """
-    run_dir = Path(run_dir)
+    run_dir = storage.path(run_dir)
     imported_run.check_unused(run_dir)
     found = read_folder(source)
     sizes = max(found.config.source_vocab_size, found.config.target_vocab_size)
