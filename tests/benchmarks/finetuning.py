@@ -5,9 +5,10 @@
     python tests/benchmarks/finetuning.py OUT --from RUN --sides ours,random sms_spam   what pretraining is worth
 
 Sides: `ours` is `bert-jax finetune`; `transformers` is a plain loop around the BertFor... class of the kind, from the
-same weights (of a run of ours: from its export); `random` is `ours` with --random. All get the first rows of the
-training file, as many as TASKS says, in the same batches in the same order (drawn from the seed), and AdamW with the
-same schedule, decay, clipping and dropout rates. Each draws its head and its dropout in its own way from the seed.
+same weights (of a run of ours: from its export); `transformers_truncated` draws its head from a normal distribution cut
+off at two standard deviations, as ours and the 2018 code do; `random` is `ours` with --random. All get the first rows
+of the training file, as many as TASKS says, in the same batches in the same order (drawn from the seed), and AdamW with
+the same schedule, decay, clipping and dropout rates. Each draws its head and its dropout in its own way from the seed.
 There is no dev set: what is scored is the last step, on the test file, by the same scorer.
 
 Each training is a process of its own with one thread, the sides in turn; OUT keeps what is done, so that the same
@@ -37,7 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
-SIDES = ("ours", "transformers", "random")
+SIDES = ("ours", "transformers", "transformers_truncated", "random")
 
 
 class Settings(NamedTuple):
@@ -66,7 +67,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("out", metavar="OUT", type=Path, help="folder for runs and results")
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(TASKS)}")
     parser.add_argument("--from", dest="encoder", required=True, help="a run of ours, or a Hugging Face folder")
-    parser.add_argument("--sides", default="ours,transformers", help="two of ours, transformers, random")
+    parser.add_argument("--sides", default="ours,transformers", help="two of those above")
     parser.add_argument("--seeds", default="0,1,2,3,4")
     parser.add_argument("--rate", type=float, help="learning rate in place of the one in TASKS")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # SIDE:SEED, in the process of one training
@@ -149,7 +150,7 @@ def ours(task: Any, encoder: str, run: Path, random: bool) -> dict[str, Any]:
     return steps.figures() | {"scores": scorer.full(found.params).figures["test"]}
 
 
-def transformers(task: Any, folder: str) -> dict[str, Any]:
+def transformers(task: Any, folder: str, truncated: bool) -> dict[str, Any]:
     """The loop of a user of PyTorch, over the batches that ours would make."""
     import torch
 
@@ -169,6 +170,9 @@ def transformers(task: Any, folder: str) -> dict[str, Any]:
     head = HeadConfig(task.kind, data.task.labels)
     model_class = getattr(__import__("transformers"), HF_CLASSES[task.kind])
     model = model_class.from_pretrained(folder, num_labels=len(head.labels)).train()
+    if truncated:
+        spread = model.config.initializer_range
+        torch.nn.init.trunc_normal_(model.classifier.weight, 0.0, spread, -2 * spread, 2 * spread)
     rows = TrainingRows(data.arrays, ("labels",), t.batch_size, seed, t.epochs)
     assert rows.total == rows.steps * t.batch_size
     # The schedule of ours, step by step, instead of a formula that would have to be the same.
@@ -230,8 +234,8 @@ def one(options: argparse.Namespace, name: str) -> None:
 
     task = load_task(name, int(seed), options.rate, options.out / name)
     run = options.out / name / f"{side}_seed{seed}"
-    if side == "transformers":
-        found = transformers(task, options.encoder)
+    if side.startswith("transformers"):
+        found = transformers(task, options.encoder, side != "transformers")
     else:
         found = ours(task, options.encoder, run, side == "random")
     s = TASKS[name]
@@ -298,7 +302,7 @@ def main() -> None:
             for side in sides:
                 if any((x["task"], x["seed"], x["side"]) == (name, seed, side) for x in found):
                     continue
-                encoder = exported(options.encoder, options.out) if side == "transformers" else options.encoder
+                encoder = exported(options.encoder, options.out) if side.startswith("transformers") else options.encoder
                 command = [sys.executable, __file__, str(options.out), name, "--from", encoder]
                 command += ["--only", f"{side}:{seed}", *(["--rate", str(options.rate)] if options.rate else [])]
                 done = subprocess.run(command, capture_output=True, text=True)
