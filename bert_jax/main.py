@@ -112,8 +112,10 @@ def _pretrain(args: argparse.Namespace, rest: list[str]) -> int:
     from bert_jax.pretrain import pretrain
     from bert_jax.run_page import write_run_page
 
+    profile = command.profile_steps(args)
+
     def train(stop: Any, clock: Any) -> Any:
-        return pretrain(config, force=args.force, stop=stop, clock=clock)
+        return pretrain(config, force=args.force, stop=stop, clock=clock, profile=profile)
 
     return command.training(train, write_run_page, config, args.json)
 

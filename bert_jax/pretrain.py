@@ -22,6 +22,7 @@ from transformer_jax import corpora, optim, run, sharding
 from transformer_jax.config import ConfigError, UserError
 from transformer_jax.goodput import Clock
 from transformer_jax.prepare import asked_otherwise
+from transformer_jax.profiles import Steps
 from transformer_jax.run import Start
 from transformer_jax.run_file import write_config
 from transformer_jax.shards import Shards
@@ -102,23 +103,27 @@ def pretrain(
     stop: StopSignal | None = None,
     on_step: Callable[[int, dict[str, float]], None] = lambda step, values: None,
     clock: Clock | None = None,
+    profile: Steps | None = None,
 ) -> RunResult:
     """Train, or go on training: where the run folder holds a checkpoint, the run goes on exactly as if never stopped.
 
     Args:
       config: from `run_file.load_run`.
-      force, stop, on_step, clock: see `transformer_jax.run.run`.
+      force, stop, on_step, clock, profile: see `transformer_jax.run.run`.
 
     Raises:
       UserError: anything the user can mend, before a long job starts wherever that is possible.
     """
+    clock = clock or Clock()
+    clock.start_up.enter("reading")
     # A long run reads every file once more before it trusts them: a flipped bit in a shard is another data set.
     shards = open_prepared(config, "train", check="digests")
     config = resolve(config, shards)
     otherwise = check_prepared(config, shards, force)
+    heldout = open_prepared(config, "heldout", check="digests")
+    clock.start_up.enter("building")
     engine = make_engine(config, sharding.make_mesh(config.mesh))
     data = PretrainingData(shards, config.examples, config.train.seed, shards.folder / "plans")
-    heldout = open_prepared(config, "heldout", check="digests")
     return run.run(
         config,
         engine,
@@ -134,6 +139,7 @@ def pretrain(
         stop=stop,
         on_step=on_step,
         clock=clock,
+        profile=profile,
     )
 
 

@@ -104,7 +104,7 @@ def test_the_table_of_a_run_with_a_stop_adds_up_to_the_time_that_passed(tmp_path
     parts = sum(found["seconds"].values()) + found["lost_seconds"] + found["stopped_seconds"]
     assert parts == pytest.approx(found["total_seconds"], rel=1e-6)
     assert found["stops"] == 1 and found["stopped_seconds"] >= 0.5
-    assert all(found["seconds"][name] > 0 for name in PHASES)
+    assert all(found["seconds"][name] > 0 for name in PHASES if name != "profile")
     err = capsys.readouterr().err
     assert err.count("where the time went") == 2 and "not running" in err
     assert "waiting for batches" in "\n".join(table(tmp_path / "run"))

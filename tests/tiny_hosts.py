@@ -140,7 +140,7 @@ class Regression:
         return 0.0
 
 
-def train(settings, stop, clock, what="", number=0, note=lambda *_: None):
+def train(settings, stop, clock, what="", number=0, note=lambda *_: None, profile=None):
     """One process's part of a run. With `what` this process does something to itself at step `number`."""
     from transformer_jax import checkpoint, optim, run, run_file, sharding
     from transformer_jax.train import Engine
@@ -195,6 +195,7 @@ def train(settings, stop, clock, what="", number=0, note=lambda *_: None):
         stop=stop,
         clock=clock,
         on_step=on_step,
+        profile=profile,
     )
 
 

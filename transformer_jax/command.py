@@ -9,7 +9,6 @@ import argparse
 import errno
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,11 +22,10 @@ if TYPE_CHECKING:
     from transformer_jax.config import HostsConfig
     from transformer_jax.goodput import Clock
     from transformer_jax.preparation import Progress
+    from transformer_jax.profiles import Steps
     from transformer_jax.signals import StopSignal
     from transformer_jax.train import RunResult
 
-PROGRAM_BYTES = 1 << 30
-"""Of compiled programs that are kept; the oldest go first."""
 Function = Callable[[argparse.Namespace, list[str]], int]
 """A command: (its arguments, the overrides `--section.key value`) -> exit code."""
 
@@ -99,6 +97,7 @@ def add_training(commands: Any, name: str, function: Function) -> None:
     add_run_file(sub)
     sub.add_argument("--keys", action="store_true", help="list all keys with their present values, and stop")
     sub.add_argument("--force", action="store_true", help="go on although changed settings make it another run")
+    sub.add_argument("--profile-steps", metavar="A:B", help="trace these steps, and list where their time goes")
     sub.add_argument("--json", action="store_true", help="the held-out figures as JSON on standard output")
 
 
@@ -128,6 +127,15 @@ def add_verify(commands: Any) -> None:
     sub.add_argument("run", metavar="RUN", help="a run folder or RUN@STEP")
 
 
+def profile_steps(args: argparse.Namespace) -> Steps | None:
+    """The steps that `--profile-steps` names; ConfigError where it names none."""
+    if args.profile_steps is None:
+        return None
+    from transformer_jax import profiles
+
+    return profiles.parse(args.profile_steps)
+
+
 def before_training(hosts: HostsConfig) -> None:
     """Before JAX is imported for training: memory (see `keep_freed_memory`), and a parent where there are several hosts
     (see `transformer_jax.supervisor`)."""
@@ -149,14 +157,20 @@ def training(
       train: the training, to be called with the signal and the clock.
       config: has `hosts` and `run_dir`.
     """
-    from transformer_jax import hosts
+    import jax
+
+    from transformer_jax import hosts, program_cache
     from transformer_jax.goodput import Clock, process_age
     from transformer_jax.report import quiet_libraries
     from transformer_jax.signals import StopSignal
 
     clock = Clock(process_age())
     quiet_libraries()
+    clock.start_up.enter("joining")
     with hosts.joined(config.hosts) as links:
+        clock.start_up.enter("devices")
+        kept = program_cache.for_training(config.train, config.run_dir, jax.process_count(), say)
+        clock.start_up.kept = kept.folder or f"programs are not kept: {kept.why}"
         with StopSignal() as stop:
             result = train(stop, clock)
         if result.interrupted:
@@ -181,13 +195,9 @@ def keep_programs() -> None:
 
     What is set already, as by JAX_COMPILATION_CACHE_DIR, stays.
     """
-    import jax
+    from transformer_jax import program_cache
 
-    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        jax.config.update("jax_compilation_cache_dir", str(Path(home) / "transformer-jax" / "programs"))
-        jax.config.update("jax_compilation_cache_max_size", PROGRAM_BYTES)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    program_cache.keep(program_cache.user_folder(), say)
 
 
 def json_line(value: Any) -> str:

@@ -322,7 +322,7 @@ def _kept_bytes(planned: PlannedStep) -> float:
     import jax
 
     from transformer_jax import sharding
-    from transformer_jax.train import sum_of_means
+    from transformer_jax.losses import sum_of_means
 
     engine = planned.engine
     task = engine.task

@@ -172,12 +172,20 @@ class TrainConfig:
     """Batches made and put on the device ahead of the step."""
     matmul_precision: Literal["default", "high", "highest"] = "default"
     """Passes of a float32 product on hardware that multiplies in less; default is the fastest."""
+    compile_cache: str = "auto"
+    """Where compiled programs are kept, so that a restart need not compile: a folder (with a slash), on (the user's
+    cache folder, or RUN/programs for several hosts), off, or auto: on for 1,000 steps or more, or several hosts."""
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("log_every", 1), ("eval_every", 0), ("eval_batch_size", 0),
                             ("max_nonfinite_steps", 1), ("prefetch", 0), ("seed", 0)):  # fmt: skip
             if getattr(self, name) < least:
                 raise ConfigError(f"train.{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.compile_cache not in ("auto", "on", "off") and "/" not in self.compile_cache:
+            raise ConfigError(
+                f"train.compile_cache is {self.compile_cache!r}; it must be auto, on, off, or a folder, written with a "
+                f"slash, as in ./{self.compile_cache or 'programs'}"
+            )
         if self.seed >= 1 << 32:
             raise ConfigError(f"train.seed is {self.seed}; it must be below 2^32, which is {1 << 32}")
         if self.batch_size < 1 or self.accumulate < 1 or self.batch_size % self.accumulate:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer_jax import storage
+from transformer_jax.start_up import StartUp
 
 PHASES = {
     "start": "starting: imports, joining, reading data, restoring",
@@ -27,10 +28,12 @@ PHASES = {
     "step": "training steps",
     "evaluation": "evaluation",
     "saving": "saving",
+    "profile": "writing and reading a trace",
     "end": "ending",
 }
 FILE = "times.jsonl"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
+_FOUND = "/jax/compilation_cache/cache_hits"
 _watched: Clock | None = None
 
 
@@ -49,6 +52,8 @@ class Clock:
         self._thread = threading.get_ident()
         self._steps: collections.deque[float] = collections.deque(maxlen=101)
         self._stepped = 0.0
+        self.start_up = StartUp(age)
+        """The same time up to the end of the first step, in smaller parts."""
         self.beats = 0
         """Signs that something moves on: changes of phase, steps, and batches of an evaluation."""
         _listen(self)
@@ -88,7 +93,10 @@ class Clock:
 
     def compiled(self, seconds: float) -> None:
         """XLA has compiled for so long, in whatever phase: it is moved to `compile`."""
-        if threading.get_ident() == self._thread and self.phase != "compile":
+        if threading.get_ident() != self._thread:
+            return
+        self.start_up.compiled(seconds)
+        if self.phase != "compile":
             self._seconds[self.phase] -= seconds
             self._seconds["compile"] += seconds
 
@@ -194,7 +202,7 @@ def rows(run_dir: Path) -> dict[str, str]:
     def shown(seconds: float) -> str:
         return f"{seconds:,.1f} s  {100 * seconds / max(total, 1e-9):5.1f} %"
 
-    table = {PHASES[name]: shown(value) for name, value in found["seconds"].items()}
+    table = {PHASES[name]: shown(value) for name, value in found["seconds"].items() if value or name != "profile"}
     if found["stops"]:
         table[f"work lost by {found['stops']} stops: {found['lost_steps']} steps"] = shown(found["lost_seconds"])
         table["not running"] = shown(found["stopped_seconds"])
@@ -218,5 +226,10 @@ def _listen(clock: Clock) -> None:
             if event == _COMPILED and _watched is not None:
                 _watched.compiled(duration_secs)
 
+        def happened(event: str, **_: str | int) -> None:
+            if event == _FOUND and _watched is not None:
+                _watched.start_up.found()
+
         jax.monitoring.register_event_duration_secs_listener(told)
+        jax.monitoring.register_event_listener(happened)
     _watched = clock

@@ -7,6 +7,7 @@ part in which nothing counts gives 0 and not NaN. Everything is float32 (float64
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -151,3 +152,27 @@ _smoothed_cross_entropy.defvjp(_smoothed_cross_entropy_forward, _smoothed_cross_
 
 def _wide(x: jax.Array) -> jax.Array:
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+
+
+def sum_of_means(sums: Mapping[str, jax.Array], counts: Mapping[str, jax.Array], losses: tuple[str, ...]) -> jax.Array:
+    """The loss: one global sum over one global count for each term; a term that counts nothing is 0."""
+    terms = [sums[k] / jnp.maximum(counts[k], 1.0) for k in losses]
+    return functools.reduce(jnp.add, terms)
+
+
+def means(totals: dict[str, float], losses: tuple[str, ...]) -> dict[str, float]:
+    """Each sum over its count, `loss` as the total over `losses`, and each count as `n/NAME`.
+
+    A sum's count is the one that its name begins with: `mlm` and `mlm_accuracy` are both divided by the count `mlm`.
+    """
+    out: dict[str, float] = {}
+    for key, value in totals.items():
+        kind, name = key.split("/", 1) if "/" in key else ("", key)
+        if kind == "sum":
+            mean = value / max(totals[f"count/{name.split('_')[0]}"], 1.0)
+            out[f"{name}_loss" if name in losses else name] = mean
+        elif kind == "count":
+            out[f"n/{name}"] = value
+        else:
+            out[name] = value
+    return {"loss": sum(out[f"{k}_loss"] for k in losses)} | out

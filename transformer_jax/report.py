@@ -21,7 +21,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from transformer_jax import storage
+from transformer_jax import start_up, storage
 from transformer_jax.goodput import Clock, TimesFile, table
 
 # Peak bfloat16 FLOP/s of one device, by what JAX calls it (vendors' data sheets; v2 and v3 count cores, 7x halves).
@@ -71,6 +71,7 @@ class Reporter:
         self.clock, self._send = clock or Clock(), send
         self.run_dir, self.total_steps, self.log_every = run_dir, total_steps, max(log_every, 1)
         self._first_step = first_step
+        self._start_up: dict[str, Any] = {}
         self.writes = jax.process_index() == 0
         self.peak = peak_flops()
         self.console = Console(stderr=True)
@@ -142,8 +143,10 @@ class Reporter:
             "input_wait_seconds": self._waited,
             "seconds": seconds,
         }
-        aside = ("start", "compile", "evaluation", "saving")
+        aside = ("start", "compile", "evaluation", "saving", "profile")
         record |= {f"{name}_seconds": spent[name] for name in aside if spent[name] > 0}
+        record |= self._start_up
+        self._start_up = {}
         if self.peak is not None:
             record["mfu"] = self._flops / seconds / self.peak
         self._write(record)
@@ -154,6 +157,12 @@ class Reporter:
         self.line(f"step {step}/{self.total_steps}  {shown}  {rate}  {left} left")
         self.note_time(step)
         self._reset()
+
+    def started(self) -> None:
+        """The first step is done: where the time up to its end went, for the log and the next record."""
+        self._start_up = {start_up.KEY: self.clock.start_up.record()}
+        for line in start_up.lines(self._start_up[start_up.KEY], self.clock.start_up.kept):
+            self.line(line)
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         """Means over the whole evaluation set, with their counts."""

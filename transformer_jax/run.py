@@ -16,11 +16,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from transformer_jax import checkpoint, exit_codes, host_check, hosts, lock, optim, sharding, storage
+from transformer_jax import checkpoint, exit_codes, host_check, hosts, lock, optim, profiles, sharding, storage
 from transformer_jax import config as core
 from transformer_jax.checkpoint import Checkpoints, NoCheckpointError
 from transformer_jax.config import ConfigError, UserError
 from transformer_jax.goodput import Clock
+from transformer_jax.profiles import Profile, Steps
 from transformer_jax.report import Reporter
 from transformer_jax.shards import Shards
 from transformer_jax.signals import StopSignal
@@ -73,6 +74,7 @@ def run(
     on_step: Callable[[int, dict[str, float]], None] = lambda step, values: None,
     validation: Validation | None = None,
     clock: Clock | None = None,
+    profile: Steps | None = None,
 ) -> RunResult:
     """Train, or go on training: where the run folder holds a checkpoint, the run goes on exactly as if never stopped.
 
@@ -89,6 +91,7 @@ def run(
       on_step: called with each step's number and means, one step late.
       validation: figures beside the task's own, see `transformer_jax.train.Validation`.
       clock: where the time of this process goes; by default it begins now.
+      profile: steps to trace into `profile` of the run folder.
 
     Raises:
       UserError: anything the user can mend, before a long job starts wherever that is possible.
@@ -100,7 +103,9 @@ def run(
         if jax.process_index() == 0:
             files = stack.enter_context(storage.mirrored(config.run_dir))
             run_dir, send = files.local, files.send
+        clock.start_up.enter("joining")
         alike = stack.enter_context(_together(config, engine, meta, clock))
+        clock.start_up.enter("restoring")
         if jax.process_index() == 0:
             busy = f"another process is training in {config.run_dir}; wait for it or stop it, or name another run_dir"
             stack.enter_context(lock.locked(run_dir, busy))
@@ -112,6 +117,8 @@ def run(
         start = starting_point(config, engine, data, checkpoints, digest, check_resume, start_elsewhere, force)
         first_step = int(jax.device_get(start.state.step))
         done = first_step >= config.train.steps
+        if profile is not None:
+            profiles.check(profile, first_step, config.train.steps)
         if jax.process_index() == 0 and not done:  # of a run that is done, the files say what it was
             write_files(run_dir)
         checkpoints.try_to_write()
@@ -136,6 +143,7 @@ def run(
                 resumed=start.resumed,
                 on_step=on_step,
                 validation=validation,
+                profile=Profile(profile, storage.path(config.run_dir) / "profile", reporter.line) if profile else None,
             )
             reporter.where_time_went()
             return result

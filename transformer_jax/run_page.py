@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer_jax import config as core
-from transformer_jax import goodput, storage
+from transformer_jax import goodput, start_up, storage
 from transformer_jax.config import UserError
 from transformer_jax.page import write_page
 from transformer_jax.report import read_records
@@ -29,7 +29,12 @@ def write_run_page(run_dir: Path, config_class: type[Any]) -> Path:
     for split, title in (("heldout", "Held out"), ("train", "Training")):
         last = next((r for r in reversed(records) if r["split"] == split), None)
         if last is not None:
-            tables[f"{title}, step {last['step']}"] = {k: v for k, v in last.items() if k not in ("step", "split")}
+            tables[f"{title}, step {last['step']}"] = {
+                k: v for k, v in last.items() if k not in ("step", "split", start_up.KEY)
+            }
+    starts = [r[start_up.KEY] for r in records if start_up.KEY in r]
+    if starts:
+        tables["The newest start, up to the end of its first step"] = dict(start_up.rows(starts[-1]))
     if times := goodput.rows(run_dir):
         tables["Where the time went"] = dict(times)
     texts = {}

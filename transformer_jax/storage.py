@@ -37,6 +37,8 @@ LAST = ("digests.json", "manifest.json", "config.json")
 """Files by which a folder is taken for whole: they are sent after all others."""
 QUIET = 60.0
 """Seconds without a byte after which a request counts as failed."""
+APART = ("checkpoints", "programs", "profile")
+"""Of a run folder: what is written to storage by other means than with its records."""
 SEND_EVERY = 20.0
 """Seconds between two times that a run's records are sent, except at a save and at the end."""
 ATTEMPTS = 3
@@ -357,7 +359,7 @@ class Mirrored:
 
 
 @contextlib.contextmanager
-def mirrored(name: str | Path, apart: tuple[str, ...] = ("checkpoints",)) -> Iterator[Mirrored]:
+def mirrored(name: str | Path, apart: tuple[str, ...] = APART) -> Iterator[Mirrored]:
     """Work in a run folder; what is in storage is brought up to date now and then, and at the end.
 
     Args:

@@ -6,9 +6,9 @@ loss there are four hops: main -> train -> task -> model.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +23,9 @@ from transformer_jax import sharding
 from transformer_jax.checkpoint import Checkpoints
 from transformer_jax.config import CheckpointConfig, ConfigError, TrainConfig, UserError
 from transformer_jax.inputs import prefetch
+from transformer_jax.losses import means, sum_of_means
 from transformer_jax.optim import Optimizer
+from transformer_jax.profiles import Profile
 from transformer_jax.report import Reporter
 from transformer_jax.signals import StopSignal
 
@@ -180,12 +182,6 @@ def gradients(
     return jax.lax.scan(body, zeros, split)[0]
 
 
-def sum_of_means(sums: Sums, counts: Sums, losses: tuple[str, ...]) -> jax.Array:
-    """The loss: one global sum over one global count for each term; a term that counts nothing is 0."""
-    terms = [sums[k] / jnp.maximum(counts[k], 1.0) for k in losses]
-    return functools.reduce(jnp.add, terms)
-
-
 class Engine:
     """A task compiled for a mesh: sharded state, the jitted steps, and where batches go.
 
@@ -298,24 +294,6 @@ def state_shardings(boxed: TrainState, optimizer: Optimizer, mesh: Mesh, preset:
     return TrainState._make((whole, params, opt_state, whole, whole))
 
 
-def means(totals: dict[str, float], losses: tuple[str, ...]) -> dict[str, float]:
-    """Each sum over its count, `loss` as the total over `losses`, and each count as `n/NAME`.
-
-    A sum's count is the one that its name begins with: `mlm` and `mlm_accuracy` are both divided by the count `mlm`.
-    """
-    out: dict[str, float] = {}
-    for key, value in totals.items():
-        kind, name = key.split("/", 1) if "/" in key else ("", key)
-        if kind == "sum":
-            mean = value / max(totals[f"count/{name.split('_')[0]}"], 1.0)
-            out[f"{name}_loss" if name in losses else name] = mean
-        elif kind == "count":
-            out[f"n/{name}"] = value
-        else:
-            out[name] = value
-    return {"loss": sum(out[f"{k}_loss"] for k in losses)} | out
-
-
 def check_best_metric(
     engine: Engine, evaluation: Evaluation | None, validation: Validation | None, config: CheckpointConfig
 ) -> None:
@@ -358,6 +336,7 @@ def train(
     resumed: bool = False,
     on_step: Callable[[int, dict[str, float]], None] = lambda step, values: None,
     validation: Validation | None = None,
+    profile: Profile | None = None,
 ) -> RunResult:
     """Train from `state` to the last step, or until a signal asks to stop; save, evaluate and report on the way.
 
@@ -367,6 +346,7 @@ def train(
       resumed: `state` comes from these checkpoints, so an evaluation that its step still owes is made first.
       on_step: called with each step's number and means, one step late.
       validation: further held-out figures.
+      profile: the steps to trace.
 
     Raises:
       ConfigError: `best_metric` of the checkpoints is no figure of this run's evaluations.
@@ -378,6 +358,8 @@ def train(
     last_evaluation: dict[str, float] | None = None
     pending: tuple[int, Sums] | None = None
     vote = sharding.Vote(engine.mesh, stop)
+    start_up = reporter.clock.start_up
+    around = profile.step if profile is not None else lambda step, state: contextlib.nullcontext()
 
     def leave() -> bool:
         reporter.clock.beat()  # asked for with each step and each batch of an evaluation
@@ -394,6 +376,8 @@ def train(
         values = {k: float(v) for k, v in jax.device_get(metrics).items()}
         averaged = means(values, engine.task.losses)
         counts = {k.removeprefix("count/"): v for k, v in values.items() if k.startswith("count/")}
+        if step == first + 1:
+            reporter.started()
         reporter.step(step, averaged, engine.task.flops(counts), batches.waited_seconds())
         on_step(step, averaged)
         if values["nonfinite_in_row"] >= config.max_nonfinite_steps:
@@ -443,9 +427,10 @@ def train(
             checkpoints.save(step, state._asdict(), position, meta, metric)
 
     batches = prefetch(make, first, config.steps, config.prefetch, engine.put)
-    with batches, jax.set_mesh(engine.mesh):
+    with batches, jax.set_mesh(engine.mesh), profile or contextlib.nullcontext():
         leaving = False
         if resumed and evaluation_due(first):
+            start_up.enter("evaluation")
             last_evaluation = reporter.evaluations.get(first) or evaluate(first)
             leaving = last_evaluation is None
             if last_evaluation is not None and best_metric in last_evaluation:
@@ -453,12 +438,24 @@ def train(
 
         reporter.clock.enter("step")
         while step < config.steps and not leaving:
+            starting = step == first
+            if starting:
+                start_up.enter("batch")
             with reporter.timed("input"):
                 batch = next(batches)
-            with reporter.timed("compile" if step == first else "step"):
+            if starting:
+                start_up.enter("tracing")
+            with reporter.timed("compile" if starting else "step"), around(step + 1, state):
                 state, metrics = engine.train_step(state, batch, engine.dropout_key)
+                if starting:  # Waited for, this once: with its end the start is over.
+                    start_up.enter("step")
+                    jax.block_until_ready(metrics)
+                    start_up.done()
             step += 1
             reporter.clock.stepped()
+            if profile is not None and step == profile.steps.last:
+                with reporter.timed("profile"):
+                    profile.end(metrics)
             # Step n's numbers are read only now that step n + 1 runs: the host never holds up the device.
             if pending is not None:
                 finish(*pending)

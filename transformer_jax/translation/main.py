@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
     sub.add_argument("--split", choices=["test", "validation"], default="test")
     sub.add_argument("--prepared", metavar="DIR", help="the run's prepared data, if it was moved")
-    sub.add_argument("--beam", metavar="N", type=int, default=0, help="beam size (default: validation.beam_size)")
+    sub.add_argument("--beam", metavar="N", type=int, default=None, help="beam size (default: validation.beam_size)")
     sub.add_argument("--loss-only", action="store_true", help="translate nothing")
     sub.add_argument("--json", action="store_true")
 
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
     sub.add_argument("out", metavar="OUT", help="the folder to write; it must not exist, or be empty")
-    sub.add_argument("--format", choices=["marian", "ctranslate2"], default="marian")
+    sub.add_argument("--format", choices=["marian", "ctranslate2"], default="marian", help="(default: marian)")
     sub.add_argument("--int8", action="store_true", help="matrices in 8 bits (ctranslate2 alone)")
     sub.add_argument("--overwrite", action="store_true", help="replace an earlier export")
 
@@ -77,12 +77,12 @@ def _add_translate(sub: argparse.ArgumentParser) -> None:
     """The arguments of `translate`, many of which are fields of DecodeSettings and TranslateSettings."""
     sub.usage = "transformer-jax translate CHECKPOINT [options] < LINES > TRANSLATIONS"
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
-    sub.add_argument("--input", metavar="FILE", help="text to translate (default: standard input)")
+    sub.add_argument("--input", metavar="FILE", help="lines, plain or .gz (default: standard input)")
     sub.add_argument("--output", metavar="FILE", help="where translations go (default: standard output)")
     numbers = (
         ("--beam", "beam_size", int, 4, "beam size; 1 is greedy search"),
         ("--alpha", "alpha", float, 0.6, "strength of the length penalty"),
-        ("--n-best", "n_best", int, 1, "translations of each line, as `line ||| text ||| score`"),
+        ("--n-best", "n_best", int, 1, "as many translations, each `line from 0 ||| text ||| score`"),
         ("--min-length", "min_length", int, 1, "pieces before a translation may end"),
         ("--max-length", "max_length", int, 0, "the most pieces of a translation"),
         ("--max-extra", "max_extra", int, 50, "pieces a translation may have beyond its source's"),
@@ -124,8 +124,12 @@ def _train(args: argparse.Namespace, rest: list[str]) -> int:
     command.before_training(config.hosts)
     from transformer_jax.translation.train import train
 
+    profile = command.profile_steps(args)
     return command.training(
-        lambda stop, clock: train(config, force=args.force, stop=stop, clock=clock), _write_page, config, args.json
+        lambda stop, clock: train(config, force=args.force, stop=stop, clock=clock, profile=profile),
+        _write_page,
+        config,
+        args.json,
     )
 
 
@@ -148,6 +152,8 @@ def _translate(args: argparse.Namespace, rest: list[str]) -> int:
     import contextlib
     import dataclasses
 
+    from transformer_jax.lines import opened
+    from transformer_jax.new_file import check_place
     from transformer_jax.report import quiet_libraries
     from transformer_jax.translation.decode import DecodeSettings
     from transformer_jax.translation.stream import Format, open_translator, translate_stream
@@ -166,9 +172,11 @@ def _translate(args: argparse.Namespace, rest: list[str]) -> int:
         raise UserError(f"--output is {args.output}, the same file as --input; name another")
     if args.input:
         Path(args.input).open("rb").close()  # what is missing is told before the model is read
+    for target in filter(None, (args.output, args.attention)):
+        check_place(Path(target))
     loaded, translator = open_translator(args.checkpoint, settings)
     with contextlib.ExitStack() as files:
-        source = files.enter_context(Path(args.input).open("rb")) if args.input else sys.stdin.buffer
+        source = files.enter_context(opened(Path(args.input))) if args.input else sys.stdin.buffer
         out = files.enter_context(Path(args.output).open("wb")) if args.output else sys.stdout.buffer
         done = translate_stream(loaded, translator, source, out, form, args.attention)
     rate = done.lines / max(done.seconds, 1e-9)
