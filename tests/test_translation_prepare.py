@@ -289,6 +289,20 @@ def test_nothing_left_is_an_error_that_leaves_nothing(tmp_path, splits, message)
     assert not (tmp_path / "p" / "manifest.json").exists()
 
 
+def test_what_is_read_and_left_out_is_told_with_reasons(tmp_path):
+    """A wrong column leaves nothing, and the reason is in the message that goes before the error."""
+    (tmp_path / "a.tsv").write_text("one\teins\ntwo\tzwei\n\n")
+    recipe = tmp_path / "a.toml"
+    recipe.write_text(
+        'source_language = "en"\ntarget_language = "de"\n[[sources]]\nformat = "tsv"\nfiles = ["a.tsv"]\n'
+        "target_column = 3\n"
+    )
+    said = []
+    with pytest.raises(UserError, match=r"0 training pairs are left|no text to learn pieces from"):
+        prepare.prepare(config(recipe, tmp_path / "p"), workers=1, say=said.append)
+    assert "2 pairs read, 0 kept; left out: 2 line without both sides" in said
+
+
 def test_mistakes_in_the_vocabularys_settings_are_early(recipe, tmp_path):
     model = pieces.train([s for pair in TRAIN for s in pair], vocab_size=90)
     own = tmp_path / "own.spm"

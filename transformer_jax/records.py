@@ -51,8 +51,13 @@ def _field(record: dict[str, Any], key: str, path: Path, number: int, setting: s
     return value
 
 
-def from_parquet(item: Input, keys: Sequence[str], lists: bool) -> Iterator[tuple[int, list[Any]]]:
+def from_parquet(
+    item: Input, keys: Sequence[str], lists: bool, setting: str = "key"
+) -> Iterator[tuple[int, list[Any]]]:
     """The values of these columns of each row, with its number from 1: texts, None, or (if so said) lists of texts.
+
+    Args:
+      setting: what a message about a column that is not there tells the user to set.
 
     Raises:
       UserError: a column that is not there or holds something else, or a file that cannot be read.
@@ -66,7 +71,7 @@ def from_parquet(item: Input, keys: Sequence[str], lists: bool) -> Iterator[tupl
     try:
         with pyarrow.parquet.ParquetFile(item.path) as table:
             for key in keys:
-                _check_column(table.schema_arrow, key, item.path, lists)
+                _check_column(table.schema_arrow, key, item.path, lists, setting)
             number = 0
             for batch in table.iter_batches(batch_size=ROWS, columns=list(keys)):
                 for values in zip(*(_column(batch, key).to_pylist() for key in keys), strict=True):
@@ -76,7 +81,7 @@ def from_parquet(item: Input, keys: Sequence[str], lists: bool) -> Iterator[tupl
         raise UserError(f"{item.path}: not a whole Parquet file: {e}") from None
 
 
-def _check_column(schema: Any, key: str, path: Path, lists: bool) -> None:
+def _check_column(schema: Any, key: str, path: Path, lists: bool, setting: str) -> None:
     from pyarrow import types
 
     fields = schema
@@ -84,7 +89,7 @@ def _check_column(schema: Any, key: str, path: Path, lists: bool) -> None:
     for part in [key] if key in schema.names else key.split("."):
         names = [field.name for field in fields]
         if part not in names:
-            raise UserError(f"{path}: no column {key!r}{nearest(key, schema.names)}; set `key`")
+            raise UserError(f"{path}: no column {key!r}{nearest(key, schema.names)}; set `{setting}`")
         kind = fields.field(part).type
         fields = kind if types.is_struct(kind) else []
     inner = kind.value_type if lists and (types.is_list(kind) or types.is_large_list(kind)) else kind

@@ -51,7 +51,7 @@ def find(patterns: Sequence[str], sha256: Mapping[str, str], sizes: Mapping[str,
         found = _matching(pattern, folder)
         for path in found:
             if str(path) in files:
-                raise ConfigError(f"{path} is named twice in `files`")
+                raise ConfigError(f"{path} is named twice; a file is read once")
             files.append(str(path))
             names[os.path.relpath(path, folder)] = names[str(path)] = str(path)
         names[pattern] = str(found[0])
@@ -59,7 +59,8 @@ def find(patterns: Sequence[str], sha256: Mapping[str, str], sizes: Mapping[str,
         for name in table:
             if name not in names:
                 raise ConfigError(
-                    f"a digest or size is given for {name}, which is not among `files`{nearest(name, names)}"
+                    f"a digest or size is given for {name}, which is not among the files{nearest(name, names)}; take "
+                    "it out of [sources.sha256] or [sources.sizes], or name that file"
                 )
     return Found(
         tuple(files), {names[k]: v.lower() for k, v in sha256.items()}, {names[k]: v for k, v in sizes.items()}

@@ -19,6 +19,8 @@ from transformer_jax.lines import lines, one_line_end
 from transformer_jax.source_files import Input
 
 SPLITS = ("train", "validation", "test")
+KEYS = "source_key` and `target_key"
+"""What a message about a field that is not there tells the user to set."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,10 @@ class PairSource:
     def __post_init__(self) -> None:
         if self.format == "lines":
             if not self.source or not self.target or self.files:
-                raise ConfigError("a source of two aligned files needs `source` and `target`, lists of paths or globs")
+                raise ConfigError(
+                    "a source of two aligned files needs `source` and `target`, lists of paths or globs"
+                    + ('; with `files`, `format` must be "tsv", "jsonl" or "parquet"' if self.files else "")
+                )
         elif self.source or self.target:
             raise ConfigError(f'a {self.format} source does not name `source` and `target`; those go with "lines"')
         if self.format == "tfds":
@@ -310,13 +315,13 @@ def _keys(item: Input) -> tuple[str, str]:
 
 def _read_jsonl(items: tuple[Input, ...]) -> Iterator[tuple[int, Sides]]:
     (item,) = items
-    for number, values in records.from_jsonl(item, _keys(item)):
+    for number, values in records.from_jsonl(item, _keys(item), KEYS):
         yield number, _of_record(item, number, values)
 
 
 def _read_parquet(items: tuple[Input, ...]) -> Iterator[tuple[int, Sides]]:
     (item,) = items
-    for number, values in records.from_parquet(item, _keys(item), lists=False):
+    for number, values in records.from_parquet(item, _keys(item), lists=False, setting=KEYS):
         yield number, _of_record(item, number, values)
 
 

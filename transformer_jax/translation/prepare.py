@@ -109,8 +109,7 @@ def prepare(
             return survey.make(recipe, config.data, splitter, cores, lambda n, size: tell("survey", n, size))
 
         found = survey.load_or_make(out, key, make)
-        read = len(found.verdicts)
-        say(f"{read:,} pairs read, {read - np.count_nonzero(found.verdicts):,} kept")
+        say(survey.summary(found.counts))
         return found
 
     def documents() -> Iterator[Document]:

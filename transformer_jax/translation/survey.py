@@ -215,6 +215,16 @@ def load_or_make(out: Path, key: str, make_it: Callable[[], Survey]) -> Survey:
     return found
 
 
+def summary(counts: dict[str, dict[str, int]]) -> str:
+    """What was read and kept, and why the rest was not, as one line for people."""
+    whole = totals(counts)
+    kept_ones = sum(whole.get(split, 0) for split in SPLITS)
+    reasons = [f"{whole[reason]:,} {reason}" for reason in (*REASONS, MALFORMED) if whole.get(reason)]
+    return f"{whole.get('read', 0):,} pairs read, {kept_ones:,} kept" + (
+        f"; left out: {', '.join(reasons)}" if reasons else ""
+    )
+
+
 def totals(counts: dict[str, dict[str, int]]) -> dict[str, Any]:
     """The columns of the counts added up."""
     whole: collections.Counter[str] = collections.Counter()
