@@ -418,6 +418,15 @@ def test_a_diverged_model_is_a_message() -> None:
         run(Decoder(SMALL, params, DecodeSettings(max_length=8), 2), sentences([5]))
 
 
+def test_a_batch_for_which_there_is_no_memory_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(search: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 6602945846176 bytes.")
+
+    monkeypatch.setattr(batching._Search, "advance", full)
+    with pytest.raises(UserError, match="2 sentences of 4 hypotheses each; lower the beam size or the batch size"):
+        run(Decoder(SMALL, params_of(SMALL), DecodeSettings(), 2), sentences([5]))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -426,6 +435,7 @@ def test_a_diverged_model_is_a_message() -> None:
         ({"min_length": 9, "max_length": 8}, "min_length is 9"),
         ({"temperature": 0.0, "sample": True}, "temperature is 0.0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"top_k": 5}, "top_k is 5, but nothing is sampled"),
         ({"alpha": math.nan}, "alpha is nan"),
         ({"max_extra": -1}, "max_extra is -1"),
         ({"seed": -1}, "seed is -1"),

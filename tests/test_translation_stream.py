@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -78,9 +79,13 @@ def test_a_file_is_translated_and_what_is_odd_is_told(call: Call, tmp_path: Path
     assert (maps["layers"], maps["heads"]) == (CONFIG.num_decoder_layers, CONFIG.num_attention_heads)
     assert "default-src 'none'" in drawn and "src=" not in drawn and text(1, 2) in drawn
 
-    target = tmp_path / "out.txt"
-    code, nothing, _ = call("RUN", "--input", given, *short, "--output", target)
+    target, packed = tmp_path / "out.txt", tmp_path / "in.txt.gz"
+    packed.write_bytes(gzip.compress(given.read_bytes()))
+    code, nothing, _ = call("RUN", "--input", packed, *short, "--output", target)
     assert (code, nothing) == (0, "") and target.read_text() == out
+    packed.write_bytes(packed.read_bytes()[:-9])
+    code, _, err = call("RUN", "--input", packed, *short)
+    assert code == 2 and "in.txt.gz: the gzip file ends too early" in err
 
 
 def test_mistakes_are_one_line(call: Call, tmp_path: Path) -> None:
@@ -92,7 +97,10 @@ def test_mistakes_are_one_line(call: Call, tmp_path: Path) -> None:
         (("RUN", "--input", tmp_path / "none.txt"), "none.txt: No such file"),
         (("RUN", "--input", tmp_path), "Is a directory"),
         (("RUN", "--input", given, "--output", given), "the same file as --input"),
-        (("RUN", "--input", given, "--output", tmp_path / "no" / "out"), "No such file"),
+        (("RUN", "--input", given, "--output", tmp_path / "no" / "out"), "no: no such folder"),
+        (("RUN", "--input", given, "--attention", tmp_path / "no" / "page"), "no: no such folder"),
+        (("RUN", "--input", given, "--temperature", 0.5), "temperature is 0.5, but nothing is sampled"),
+        (("RUN", "--input", given, "--seed", 3), "seed is 3, but nothing is sampled"),
         (("RUN", "--input", given, "--n-best", 5), "n_best is 5, but a beam of 4"),
         (("RUN", "--input", given, "--beam", 0), "beam_size is 0"),
         (("RUN", "--input", given, "--max-source-length", 65), "has 64 positions"),

@@ -5,6 +5,7 @@ Only LF or CRLF ends a line; a lone CR is a space; a byte order mark at the star
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import zlib
 from collections.abc import Iterator
@@ -23,16 +24,29 @@ def lines(path: Path, encoding_errors: str = "strict") -> Iterator[tuple[int, st
       UserError: a file that is missing, cut short or broken, or bytes that are not UTF-8 (file, line and byte named).
     """
     try:
-        with _open(path) as f:
+        with opened(path) as f:
             yield from lines_of_stream(f, path, encoding_errors)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read: {e.strerror or e}") from None
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A file's bytes, through gzip if the name ends in .gz.
+
+    Raises:
+      OSError: it cannot be opened.
+      UserError: a gzip file that is cut short or broken, wherever in the block that shows.
+    """
+    try:
+        with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as f:
+            yield f  # type: ignore[misc]
     except EOFError:
         raise UserError(f"{path}: the gzip file ends too early (a part of it is missing); get it again") from None
     except (gzip.BadGzipFile, zlib.error) as e:
         raise UserError(f"{path}: not a whole gzip file: {e}") from None
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read: {e.strerror or e}") from None
 
 
 def lines_of_stream(f: BinaryIO, path: Path, encoding_errors: str = "strict") -> Iterator[tuple[int, str]]:
@@ -61,10 +75,6 @@ def lines_of_stream(f: BinaryIO, path: Path, encoding_errors: str = "strict") ->
         block = b""
 
 
-def _open(path: Path) -> BinaryIO:
-    return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")  # type: ignore[return-value]
-
-
 def one_line_end(text: str) -> str:
     """CRLF becomes LF, a lone CR a space."""
     return text.replace("\r\n", "\n").replace("\r", " ") if "\r" in text else text
@@ -84,5 +94,5 @@ def undecodable(e: UnicodeDecodeError, path: Path, first_line: int = 1) -> UserE
     column = e.start - (data.rfind(b"\n", 0, e.start) + 1) + 1
     return UserError(
         f"{path}: line {line} is not UTF-8: byte 0x{data[e.start]:02x} at byte {column} of the line; convert the "
-        'file to UTF-8, or set `encoding_errors = "replace"` for this source'
+        'file to UTF-8 (a source of a recipe may also have `encoding_errors = "replace"`)'
     )

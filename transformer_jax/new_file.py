@@ -12,22 +12,31 @@ from transformer_jax import storage
 from transformer_jax.config import UserError
 
 
+def check_place(target: Path) -> None:
+    """Refuse a place where no file can be made, before the work whose result goes there.
+
+    Raises:
+      UserError: the folder of `target` is missing, or `target` is a folder.
+    """
+    if target.is_dir():
+        raise UserError(f"{target} is a folder; name a file")
+    if not target.parent.is_dir():
+        raise UserError(f"{target.parent}: no such folder; make it, or name a file elsewhere")
+
+
 @contextlib.contextmanager
 def new_file(target: Path) -> Iterator[Path]:
     """A path beside `target`; the file written there takes its place when the block ends well, and is gone otherwise.
 
     Raises:
-      UserError: the folder of `target` is missing, or `target` is a folder.
+      UserError: as `check_place`.
     """
     if storage.is_remote(target):
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder) / target.name
             storage.send_file(Path(folder) / target.name, target)
         return
-    if target.is_dir():
-        raise UserError(f"{target} is a folder; name a file")
-    if not target.parent.is_dir():
-        raise UserError(f"{target.parent}: no such folder; make it, or name a file elsewhere")
+    check_place(target)
     made = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         yield made

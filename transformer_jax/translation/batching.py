@@ -268,11 +268,23 @@ class Decoder:
         return other
 
     def decode(self, more: More) -> Iterator[list[tuple[int, list[Hypothesis]]]]:
-        """Each sentence's number and its hypotheses, best first: those that finished since the last time, if any."""
+        """Each sentence's number and its hypotheses, best first: those that finished since the last time, if any.
+
+        Raises:
+          UserError: scores that are not finite, or a device without room for so many hypotheses.
+        """
         search = _Search(self, more)
         while True:
-            with jax.set_mesh(self.mesh):
-                found = search.advance()
+            try:
+                with jax.set_mesh(self.mesh):
+                    found = search.advance()
+            except jax.errors.JaxRuntimeError as e:
+                if "RESOURCE_EXHAUSTED" not in str(e):
+                    raise
+                raise UserError(
+                    f"memory ran out with {self.sizes[0] * self.parts} sentences of {self.settings.beams} hypotheses "
+                    "each; lower the beam size or the batch size"
+                ) from None
             if found is None:
                 return
             yield found

@@ -85,6 +85,10 @@ class DecodeSettings:
             raise UserError(f"temperature is {self.temperature}; it must be above 0 (greedy search is beam_size 1)")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if not self.sample:
+            for name, none in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("seed", 0)):
+                if getattr(self, name) != none:
+                    raise UserError(f"{name} is {getattr(self, name)}, but nothing is sampled; add sample, or leave it")
 
     @property
     def beams(self) -> int:

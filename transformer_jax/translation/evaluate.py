@@ -24,7 +24,7 @@ def evaluate(
     split: Literal["test", "validation"] = "test",
     prepared: str | None = None,
     translate: Translate | None = validation_translate,
-    beam_size: int = 0,
+    beam_size: int | None = None,
 ) -> dict[str, Any]:
     """Figures of a run (or RUN@STEP) over all pairs of a split of its prepared data.
 
@@ -34,7 +34,7 @@ def evaluate(
       checkpoint_name: a run folder (its newest step that verifies) or RUN@STEP.
       prepared: where the run's prepared data lies now, if it was moved.
       translate: the decoder; None gives no scores of translations.
-      beam_size: of the search; 0 is the run's `validation.beam_size`.
+      beam_size: of the search; None is the run's `validation.beam_size`.
 
     Returns:
       checkpoint, step, split, pairs; translation_loss (with label smoothing), translation_nll (nats a piece, without
@@ -47,10 +47,15 @@ def evaluate(
     if "decoder" not in params:
         raise UserError(f"{checkpoint_name} holds no translation model: its parameters are {', '.join(sorted(params))}")
     config = config_of(meta)
-    if beam_size:
+    if beam_size is not None:
         config = with_value(config, "validation.beam_size", beam_size)
     if prepared:
         config = with_value(config, "data.prepared", prepared)
+    if not config.data.prepared:
+        raise UserError(
+            f"{checkpoint_name} was not trained here and names no prepared data; name it with --prepared DIR "
+            "(prepared with the vocabularies of that run: tokenizer.vocabularies)"
+        )
     shards = open_prepared(config, split)
     vocabularies = data.load_vocabularies(shards)
     if vocabularies.digest != meta["tokenizer_digest"]:
