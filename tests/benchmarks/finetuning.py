@@ -70,12 +70,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sides", default="ours,transformers", help="two of those above")
     parser.add_argument("--seeds", default="0,1,2,3,4")
     parser.add_argument("--rate", type=float, help="learning rate in place of the one in TASKS")
+    parser.add_argument("--rows", type=int, help="likewise; a multiple of 16")
+    parser.add_argument("--epochs", type=int, help="likewise")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # SIDE:SEED, in the process of one training
     options = parser.parse_intermixed_args()
     unknown = set(options.tasks) - set(TASKS)
     if unknown:
         parser.error(f"unknown tasks: {', '.join(sorted(unknown))}")
     return options
+
+
+def settings(options: argparse.Namespace, name: str) -> Settings:
+    """Those of TASKS with what the command line changes."""
+    given = {"rows": options.rows, "epochs": options.epochs, "learning_rate": options.rate}
+    return TASKS[name]._replace(**{key: value for key, value in given.items() if value})
 
 
 def shortened(source: Path, rows: int, target: Path) -> Path:
@@ -92,11 +100,11 @@ def shortened(source: Path, rows: int, target: Path) -> Path:
     return path
 
 
-def load_task(name: str, seed: int, rate: float | None, out: Path) -> Any:
-    """The task with a short training file, its test file as dev, and the settings of TASKS."""
+def load_task(name: str, seed: int, settings: Settings, out: Path) -> Any:
+    """The task with a short training file, its test file as dev, and these settings."""
     from bert_jax.finetune import task_file
 
-    task, settings = task_file.load_task(ROOT / "launch" / "tasks" / f"{name}.toml"), TASKS[name]
+    task = task_file.load_task(ROOT / "launch" / "tasks" / f"{name}.toml")
     folder = Path(task.data.folder)
     train = shortened(folder / task.data.train, settings.rows, out / "data")
     assert isinstance(task.data.test, str)
@@ -106,7 +114,7 @@ def load_task(name: str, seed: int, rate: float | None, out: Path) -> Any:
     inputs = dataclasses.replace(task.inputs, max_seq_length=settings.max_seq_length)
     train_settings = dataclasses.replace(
         task.train, epochs=float(settings.epochs), batch_size=BATCH, eval_batch_size=64, seeds=(seed,),
-        learning_rate=rate or settings.learning_rate,
+        learning_rate=settings.learning_rate,
     )  # fmt: skip
     return dataclasses.replace(task, data=data, inputs=inputs, train=train_settings)
 
@@ -232,13 +240,13 @@ def one(options: argparse.Namespace, name: str) -> None:
     side, seed = options.only.split(":")
     from transformer_jax import command
 
-    task = load_task(name, int(seed), options.rate, options.out / name)
+    task = load_task(name, int(seed), settings(options, name), options.out / name)
     run = options.out / name / f"{side}_seed{seed}"
     if side.startswith("transformers"):
         found = transformers(task, options.encoder, side != "transformers")
     else:
         found = ours(task, options.encoder, run, side == "random")
-    s = TASKS[name]
+    s = settings(options, name)
     line = {"task": name, "side": side, "seed": int(seed), "metric": task.best_metric, "rows": s.rows}
     line |= {"epochs": s.epochs, "max_seq_length": s.max_seq_length, "learning_rate": task.train.learning_rates[0]}
     print(command.json_line(line | found), flush=True)
@@ -304,7 +312,9 @@ def main() -> None:
                     continue
                 encoder = exported(options.encoder, options.out) if side.startswith("transformers") else options.encoder
                 command = [sys.executable, __file__, str(options.out), name, "--from", encoder]
-                command += ["--only", f"{side}:{seed}", *(["--rate", str(options.rate)] if options.rate else [])]
+                command += ["--only", f"{side}:{seed}"]
+                for key in ("rate", "rows", "epochs"):
+                    command += [f"--{key}", str(getattr(options, key))] if getattr(options, key) else []
                 done = subprocess.run(command, capture_output=True, text=True)
                 if done.returncode:
                     raise SystemExit(f"failed: {' '.join(command)}\n{done.stderr[-3000:]}")
