@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bert-jax", description=DESCRIPTION, formatter_class=command.Help)
+    parser = command.parser("bert-jax", DESCRIPTION)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     command.add_prepare(commands, _prepare, "make the vocabulary and token shards of a run's text")
     command.add_training(commands, "pretrain", _pretrain)
@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
     inspect_commands.add(commands)
     command.add_plan(commands, _plan)
+    command.add_check(commands, _check)
     command.add_report(commands, _report)
     command.add_verify(commands)
     return parser
@@ -223,6 +224,22 @@ def _plan(args: argparse.Namespace, rest: list[str]) -> int:
     from transformer_jax import plan_command
 
     return plan_command.plan(args, PROGRAM, load_run(args.run, rest))
+
+
+def _check(args: argparse.Namespace, rest: list[str]) -> int:
+    from bert_jax.run_file import load_run
+
+    config = load_run(args.run, rest)
+    if args.part is None:
+        from transformer_jax import pod_check
+
+        return pod_check.check(args, "bert_jax.main", config, rest)
+    command.before_training(config.hosts)
+    from bert_jax.pretrain import pretrain
+    from bert_jax.run_page import write_run_page
+    from transformer_jax import pod_check_part
+
+    return pod_check_part.run(args, config, pretrain, write_run_page)
 
 
 def _say(line: str) -> None:

@@ -39,16 +39,16 @@ class Help(argparse.HelpFormatter):
         self._action_max_length = max(self._action_max_length, 13)
 
 
-def main(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
+def main(of: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
     """Run one command; returns the exit code: 0 done, 2 a mistake the user can mend, 128 + N stopped by signal N, and
     75 for training on several hosts of which one is lost (see `transformer_jax.exit_codes`)."""
     for argument in sys.argv[1:] if arguments is None else arguments:
         if any("\ud800" <= character <= "\udfff" for character in argument):
             print(f"error: {argument!r} on the command line is not UTF-8; write it in UTF-8", file=sys.stderr)
             return 2
-    args, rest = parser.parse_known_args(arguments)
+    args, rest = of.parse_known_args(arguments)
     if rest and not args.takes_overrides:
-        parser.error(f"unrecognised arguments: {' '.join(rest)}")
+        of.error(f"unrecognised arguments: {' '.join(rest)}")
     try:
         return int(args.function(args, rest) or 0)
     except UserError as e:
@@ -69,6 +69,13 @@ def main(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> in
             raise  # not about a file of the user's
         print(f"error: {e.filename or 'a file could not be written'}: {e.strerror}", file=sys.stderr)
         return 2
+
+
+def parser(program: str, description: str) -> argparse.ArgumentParser:
+    """The parser of a program; its help is the list of commands, which fills a screen without a section for --help."""
+    made = argparse.ArgumentParser(prog=program, description=description, formatter_class=Help, add_help=False)
+    made.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    return made
 
 
 def add(commands: Any, name: str, function: Function, summary: str, overrides: bool = False) -> argparse.ArgumentParser:
@@ -112,7 +119,25 @@ def add_plan(commands: Any, function: Function) -> None:
     sub.add_argument("--quick", action="store_true", help="compile the layers as a loop, whatever the run does")
     sub.add_argument("--search", action="store_true", help="try meshes, recomputation and parts of the batch")
     sub.add_argument("--write", action="store_true", help="write what --search finds into the run file")
+    sub.add_argument("--calibration", default="", metavar="FILE", help="measured by `check` (default: the user's own)")
     sub.add_argument("--json", action="store_true")
+
+
+def add_check(commands: Any, function: Function) -> None:
+    """The command `check RUN.toml --out FOLDER`."""
+    summary = "try a run on these machines: train, kill, resume, compare, export"
+    sub = add(commands, "check", function, summary, overrides=True)
+    add_run_file(sub)
+    sub.add_argument("--out", required=True, metavar="FOLDER", help="a new folder, the same for all hosts")
+    sub.add_argument("--steps", type=int, default=20, metavar="N", help="of the run (%(default)s)")
+    sub.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="for all of it (%(default)g)")
+    sub.add_argument(
+        "--topology", default="", metavar="POD", help="what `plan` calls the machines (default: found out)"
+    )
+    sub.add_argument("--plan", default="", metavar="FILE", help="what `plan --json` printed, in place of planning here")
+    sub.add_argument("--json", action="store_true")
+    sub.add_argument("--part", choices=["whole", "broken", "resumed"], help=argparse.SUPPRESS)
+    sub.add_argument("--answer", help=argparse.SUPPRESS)
 
 
 def add_report(commands: Any, function: Function) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from transformer_jax import compiled_step, plan_report, plan_search, run_file_edit, topologies
+from transformer_jax import calibration, compiled_step, plan_report, plan_search, run_file_edit, storage, topologies
 from transformer_jax.command import json_line, say
 from transformer_jax.config import UserError
 from transformer_jax.plan import DOES_NOT_FIT, Plan, Program, make_plan
@@ -56,4 +56,10 @@ def _search(
 
 def _print(args: argparse.Namespace, made: Plan, more: dict[str, Any]) -> None:
     found = plan_report.report(made) | more
+    file = storage.path(args.calibration) if args.calibration else calibration.default_file()
+    if args.calibration and not file.exists():
+        raise UserError(f"--calibration {args.calibration}: no such file; `check` writes one into its folder")
+    measurement = calibration.for_pod(calibration.read(file), made.pod)
+    if measurement is not None and made.times is not None and made.times.least:
+        found["calibrated"] = calibration.calibrated(found, measurement)
     print(json_line(found) if args.json else plan_report.render(found))

@@ -216,6 +216,18 @@ def _duration(days: list[float]) -> str:
     return _span(days, ",.1f", " days") if days[-1] >= 2 else _span([24 * d for d in days], ",.2f", " hours")
 
 
+def _calibrated(found: dict[str, Any]) -> list[str]:
+    """What a measurement of such chips makes of the step."""
+    if "calibrated" not in found:
+        return []
+    by = found["calibrated"]
+    memory = f", memory {by['memory_ratio']:.2f} x" if by["memory_ratio"] else ""
+    return [
+        f"  a step, calibrated            {1e3 * by['step_seconds']:,.1f}   {by['time_ratio']:.2f} x{memory}, measured "
+        f"on {by['pod']} with {by['run']}, {by['when']}; the run: {_duration([by['days']])}"
+    ]
+
+
 def _time_lines(found: dict[str, Any], tpu: bool) -> list[str]:
     seconds = found["step_seconds"]
     ms = {name: 1e3 * value for name, value in seconds.items()}
@@ -229,6 +241,7 @@ def _time_lines(found: dict[str, Any], tpu: bool) -> list[str]:
     if not tpu:
         if rates:
             lines.append(f"  at least                      {ms['least']:10.2f}")
+            lines += _calibrated(found)
             lines += ["", _line("whole run", f"{found['steps']:,} steps: at least {_duration(found['days'])}, "
                                 f"{_span(found['chip_hours'], ',.1f')} chip-hours")]  # fmt: skip
         return lines
@@ -240,6 +253,7 @@ def _time_lines(found: dict[str, Any], tpu: bool) -> list[str]:
         + (f"   without price: {unpriced}" if unpriced else ""),
         f"  roofline                      bound by {bound[found['bound']]}",
         f"  a step                        {_span([ms['least'], ms['most']], ',.1f')}",
+        *_calibrated(found),
         "",
         _line("tokens/s", _span(found["tokens_per_second"], ",.0f")),
         _line("share of peak", _span([100 * x for x in found["flops_share"]], ".0f", " % (model FLOPs)")),

@@ -113,6 +113,36 @@ class Pod:
         return self.chips * self.chip.peak_flops
 
 
+OF_KIND = {
+    "TPU v2": "v2",
+    "TPU v3": "v3",
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+    "NVIDIA A100-SXM4-40GB": "a100-40",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+}
+"""What JAX calls a device -> the generation."""
+
+
+def of_devices(kind: str, devices: int) -> str:
+    """The product name of so many devices, which are one slice; empty where no plan can be made for them."""
+    generation = OF_KIND.get(kind, "")
+    if generation in GPUS:
+        return f"{generation}-{devices}"
+    for name, shape in _of_generation(generation).items() if generation else ():
+        if math.prod(map(int, shape.split("x"))) * CHIPS[generation].devices == devices:
+            return name
+    return ""
+
+
 def names() -> list[str]:
     """Every product name of a TPU pod."""
     return [name for generation in SHAPES for name in _of_generation(generation)]

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="transformer-jax", description=DESCRIPTION, formatter_class=command.Help)
+    parser = command.parser("transformer-jax", DESCRIPTION)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     command.add_prepare(commands, _prepare, "make the vocabularies and token shards of a run's pairs")
     command.add_training(commands, "train", _train)
@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--overwrite", action="store_true", help="replace an earlier export")
 
     command.add_plan(commands, _plan)
+    command.add_check(commands, _check)
     command.add_report(commands, _report)
     command.add_verify(commands)
     return parser
@@ -242,6 +243,21 @@ def _plan(args: argparse.Namespace, rest: list[str]) -> int:
 def _report(args: argparse.Namespace, rest: list[str]) -> int:
     print(_write_page(storage.path(args.run)))
     return 0
+
+
+def _check(args: argparse.Namespace, rest: list[str]) -> int:
+    from transformer_jax.translation.run_file import load_run
+
+    config = load_run(args.run, rest)
+    if args.part is None:
+        from transformer_jax import pod_check
+
+        return pod_check.check(args, "transformer_jax.translation.main", config, rest)
+    command.before_training(config.hosts)
+    from transformer_jax import pod_check_part
+    from transformer_jax.translation.train import train
+
+    return pod_check_part.run(args, config, train, _write_page)
 
 
 def _write_page(run_dir: Path) -> Path:
