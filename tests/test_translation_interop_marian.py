@@ -129,6 +129,26 @@ def test_two_vocabularies_of_one_size_are_two_vocabularies_there(tmp_path: Path)
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["separate_vocabs"]
 
 
+def test_two_models_with_one_list_of_pieces_share_embeddings(tmp_path: Path) -> None:
+    """As in the folders that Marian's own training makes: source.spm and target.spm differ, vocab.json is one."""
+    own = own_vocabularies()
+    names = [*own.source.vocab[:-1], *(p for p in own.target.vocab if p not in own.source.vocab), own.source.vocab[-1]]
+    both = Vocabularies(*(pieces.SentencePiece(side.model, names) for side in (own.source, own.target)))
+    assert both.shared_ids and not both.joint and not own.shared_ids
+    out = export(tmp_path / "out", config(size=len(names)), both)
+    assert not (out / "target_vocab.json").exists()
+    assert not json.loads((out / "tokenizer_config.json").read_text())["separate_vocabs"]
+    run = marian.import_folder(out, tmp_path / "run")
+    found = loading.load(run)
+    assert found.config.embeddings == "shared" and found.vocabularies.digest == both.digest
+    assert loading.read_vocabularies(run).digest == loading.read_vocabularies(out).digest == both.digest
+    for text in TEXTS:
+        assert found.vocabularies.source.encode(text) == both.source.encode(text)
+        assert found.vocabularies.target.encode(text) == both.target.encode(text)
+    with pytest.raises(UserError, match=r"not a run; make a run .* with `transformer-jax import FOLDER RUN`"):
+        loading.load(out)
+
+
 def test_models_that_do_not_fit_are_refused_by_their_settings(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r'model\.norm is "pre"'):
         marian.export({}, config(norm="pre"), tiny_translation_run.vocabularies(), tmp_path / "out")

@@ -308,6 +308,7 @@ def test_mistakes_in_the_vocabularys_settings_are_early(recipe, tmp_path):
     own = tmp_path / "own.spm"
     own.write_bytes(model.model)
     (tmp_path / "no.spm").write_bytes(b"no model")
+    Vocabularies(model, model).save(tmp_path / "run" / "tokenizer")
     for settings, message in [
         ({"source_model": str(own), "joint": False}, "target_model is needed too"),
         ({"target_model": str(own)}, "without tokenizer.source_model"),
@@ -315,6 +316,9 @@ def test_mistakes_in_the_vocabularys_settings_are_early(recipe, tmp_path):
         ({"source_model": str(tmp_path / "nowhere.spm")}, r"nowhere\.spm cannot be read"),
         ({"source_model": str(tmp_path / "no.spm")}, r"no\.spm: not a SentencePiece model"),
         ({"source_wordpiece": str(tmp_path)}, "set tokenizer.joint to false"),
+        ({"vocabularies": str(tmp_path / "none")}, "none: no such folder; name a run folder"),
+        ({"vocabularies": str(tmp_path), "source_model": str(own)}, r"take out tokenizer\.source_model"),
+        ({"vocabularies": str(tmp_path / "run"), "joint": False}, "one list of pieces; set tokenizer.joint to true"),
         ({"source_wordpiece": str(tmp_path), "joint": False}, r"no vocab\.txt or tokenizer\.json"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -345,6 +349,22 @@ def test_own_models_and_berts_wordpiece_make_the_ids(recipe, tmp_path):
         assert row[0] == vocabularies.source.cls_id and row[length - 1] == vocabularies.source.sep_id
     again = Vocabularies.from_files(vocabularies.files())
     assert again.digest == vocabularies.digest and again.source.vocab == vocab
+
+
+def test_the_vocabularies_of_a_run_are_taken_as_they_are(recipe, tmp_path):
+    """What training of that run's model on other pairs needs; data from before the key was there stays as it is."""
+    one = pieces.train([side for pair in TRAIN for side in pair], vocab_size=90)
+    own = Vocabularies(one, one)
+    own.save(tmp_path / "run" / "tokenizer")
+    settings = config(recipe, tmp_path / "p", tokenizer={"vocabularies": str(tmp_path / "run")})
+    prepare.prepare(settings, workers=1)
+    train = Shards.open(tmp_path / "p")
+    assert data.load_vocabularies(train).digest == own.digest
+    assert prepare.asked_otherwise(train.manifest, settings, None) == []
+    (line,) = prepare.asked_otherwise(train.manifest, config(recipe, tmp_path / "p"), None)
+    assert line.startswith("tokenizer.vocabularies: ")
+    prepare.prepare(config(recipe, tmp_path / "old"), workers=1)
+    assert "vocabularies" not in Shards.open(tmp_path / "old").manifest["made_from"]["tokenizer"]
 
 
 def test_a_folder_of_documents_is_not_taken_for_pairs(tmp_path):

@@ -23,6 +23,7 @@ from transformer_jax.translation import data, train
 from transformer_jax.translation.average import average
 from transformer_jax.translation.config import InitConfig
 from transformer_jax.translation.evaluate import evaluate, table
+from transformer_jax.translation.interop import marian
 from transformer_jax.translation.run_file import load_run
 from transformer_jax.translation.vocabularies import Vocabularies
 
@@ -184,6 +185,12 @@ def test_a_phase_starts_from_a_run(straight, tmp_path):
     wide, here = straight[2].state.params["embeddings"]["target"], begun.state.params["embeddings"]["target"]
     assert wide["embedding"].shape == (48, 16) and here["embedding"].shape == (50, 16)
     assert not np.any(here["embedding"][44:]) and int(begun.state.step) == 0
+    # From another program's folder, which has no optimizer.
+    folder = marian.export_checkpoint(straight[0] / "run", tmp_path / "marian", say=lambda line: None)
+    begun, _ = start(beside(straight, tmp_path, init=InitConfig(checkpoint=str(folder))))
+    assert_same(begun.state.params, straight[2].state.params)
+    with pytest.raises(UserError, match="is a folder in Marian's format: it has no optimizer to keep"):
+        start(beside(straight, tmp_path, init=InitConfig(checkpoint=str(folder), optimizer="keep")))
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ class SentencePieceConfig:
     vocab_size: int = 8000
     """Pieces of the joint model, or of each side's own; control pieces included."""
     joint: bool = True
-    """One model for both sides, as shared embeddings need."""
+    """One list of pieces for both sides, as shared embeddings need."""
     byte_fallback: bool = False
     """Spell characters that have no piece as bytes, in place of `<unk>`."""
     character_coverage: float = 1.0
@@ -129,6 +129,8 @@ class SentencePieceConfig:
     target_model: str = ""
     source_wordpiece: str = ""
     """A run, a Hugging Face folder or a vocabulary of BERT's, whose WordPiece cuts the source side."""
+    vocabularies: str = ""
+    """A run, or a folder in Marian's format, whose vocabularies both sides have: to go on training its model."""
     training_sentences: int = 2_000_000
     """With more training sentences the pieces are learned from an even share of them, which the trainer keeps in
     memory."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformer_jax import checkpoint as checkpoints
 from transformer_jax import config as core
+from transformer_jax import storage
 from transformer_jax.config import UserError
 from transformer_jax.translation.config import TransformerConfig
 from transformer_jax.translation.model import Transformer
@@ -33,6 +34,22 @@ class Loaded:
     """What the run stored beside its parameters: resolved configuration, versions."""
 
 
+def read_vocabularies(name: str | Path) -> Vocabularies:
+    """The vocabularies of a run folder, or of a folder in Marian's format.
+
+    Raises:
+      UserError: there is neither, or its files are damaged.
+    """
+    from transformer_jax.translation.interop import marian
+
+    folder = storage.path(name)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; name a run folder, or a folder in Marian's format")
+    if marian.is_folder(folder):
+        return marian.read_vocabularies(storage.fetch(folder))
+    return Vocabularies.load(folder / "tokenizer")
+
+
 def load(checkpoint: str | Path) -> Loaded:
     """Load a run folder (its newest step that verifies), RUN@STEP, or RUN@best (by its held-out figure).
 
@@ -47,6 +64,11 @@ def load(checkpoint: str | Path) -> Loaded:
     Raises:
       UserError: there is nothing of the kind, or it is damaged or of another kind of model.
     """
+    if (storage.path(checkpoint) / "config.json").is_file():
+        raise UserError(
+            f"{checkpoint} is a folder of another program, not a run; make a run of a folder in Marian's format with "
+            "`transformer-jax import FOLDER RUN`"
+        )
     step, params, _, meta = checkpoints.read_params(checkpoint)
     if "decoder" not in params:
         raise UserError(f"{checkpoint} holds no translation model: its parameters are {', '.join(sorted(params))}")

@@ -35,6 +35,7 @@ from transformer_jax.tokenizer import WordPiece
 from transformer_jax.tokenizer_config import WordPieceConfig
 from transformer_jax.translation import cleaning, data, pairs, survey
 from transformer_jax.translation.config import PairsConfig, SentencePieceConfig, TranslationConfig
+from transformer_jax.translation.loading import read_vocabularies
 from transformer_jax.translation.pairs import SPLITS, PairRecipe
 from transformer_jax.translation.survey import Splitter, Survey
 from transformer_jax.translation.vocabularies import Vocabularies
@@ -156,12 +157,13 @@ def asked_otherwise(manifest: Mapping[str, Any], config: TranslationConfig, reci
     """
     made = manifest["made_from"]
     new: dict[str, Any] = {"cleaning": _cleaning(config.data), "tokenizer": msgspec.to_builtins(config.tokenizer)}
-    for name in ("source_model", "target_model", "source_wordpiece"):
+    for name in ("source_model", "target_model", "source_wordpiece", "vocabularies"):
         path = new["tokenizer"][name]
         if path and not Path(path).exists():
             new["tokenizer"][name] = made.get("tokenizer", {}).get(name) or "another"
         elif path:
             new["tokenizer"][name] = _tokenizer_inputs(config.tokenizer)[name]
+    _drop_unset(new["tokenizer"])
     old = {name: made[name] for name in new if name in made}
     new = {name: new[name] for name in old}
     if recipe is not None and "recipe" in made:
@@ -262,6 +264,8 @@ def check_tokenizer(config: SentencePieceConfig) -> None:
     Raises:
       UserError: settings that do not go together, or model files that cannot be read.
     """
+    if config.vocabularies:
+        _check_named_vocabularies(config)
     if config.target_model and not (config.source_model or config.source_wordpiece):
         raise ConfigError(
             "tokenizer.target_model is set without tokenizer.source_model; name both, or one for both sides"
@@ -286,6 +290,20 @@ def check_tokenizer(config: SentencePieceConfig) -> None:
         _own_wordpiece(config.source_wordpiece)
 
 
+def _check_named_vocabularies(config: SentencePieceConfig) -> None:
+    others = [n for n in ("source_model", "target_model", "source_wordpiece", "user_symbols") if getattr(config, n)]
+    if others:
+        raise ConfigError(
+            f"tokenizer.vocabularies names both sides' vocabularies already; take out tokenizer.{others[0]}"
+        )
+    if read_vocabularies(config.vocabularies).shared_ids != config.joint:
+        raise ConfigError(
+            f"tokenizer.joint is {str(config.joint).lower()}, and the two sides of {config.vocabularies} have "
+            f"{'a list of pieces each' if config.joint else 'one list of pieces'}; set tokenizer.joint to "
+            f"{str(not config.joint).lower()}, and model.embeddings to that of its model"
+        )
+
+
 def _make_vocabularies(
     config: SentencePieceConfig, both: Iterator[str], side: Callable[[int], Iterator[str]], say: Say
 ) -> Vocabularies:
@@ -301,6 +319,8 @@ def _make_vocabularies(
         max_sentences=config.training_sentences,
         say=say,
     )
+    if config.vocabularies:
+        return read_vocabularies(config.vocabularies)
     if config.joint:
         one = _own_model(config.source_model, config.user_symbols) if config.source_model else learn(both)
         return Vocabularies(one, one)
@@ -343,7 +363,16 @@ def _tokenizer_inputs(config: SentencePieceConfig) -> dict[str, Any]:
                 raise UserError(f"tokenizer.{name} {settings[name]} cannot be read: {e.strerror}") from None
     if config.source_wordpiece:
         settings["source_wordpiece"] = _own_wordpiece(config.source_wordpiece).digest
+    if config.vocabularies:
+        settings["vocabularies"] = read_vocabularies(config.vocabularies).digest
+    _drop_unset(settings)
     return settings
+
+
+def _drop_unset(settings: dict[str, Any]) -> None:
+    """Without it nothing is said of `vocabularies`, so that data from before there was this key stays as it is."""
+    if not settings["vocabularies"]:
+        del settings["vocabularies"]
 
 
 def _cleaning(config: PairsConfig) -> dict[str, Any]:
@@ -387,7 +416,7 @@ def _report(manifest: Mapping[str, Any], splits: Mapping[str, Shards]) -> dict[s
         "left out, by reason": {**reasons, "no pieces on a side": manifest["empty_documents"]},
         "training pairs left out because they are in": overlap,
         "vocabulary": {
-            "joint": vocabularies.joint,
+            "joint": vocabularies.shared_ids,
             "source size": vocabularies.source.vocab_size,
             "target size": vocabularies.target.vocab_size,
             "digest": manifest["tokenizer"]["digest"],

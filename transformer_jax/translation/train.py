@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from transformer_jax import bert_encoder, optim, run, sharding
+from transformer_jax import bert_encoder, optim, run, sharding, storage
 from transformer_jax import config as core
 from transformer_jax.bert_encoder import BertEncoder
 from transformer_jax.config import ConfigError, UserError
@@ -26,6 +26,7 @@ from transformer_jax.tokenizer import WordPiece
 from transformer_jax.train import Engine, RunResult, Validation
 from transformer_jax.translation import data, pairs, run_file
 from transformer_jax.translation.config import TransformerConfig, TranslationConfig
+from transformer_jax.translation.interop import marian
 from transformer_jax.translation.loading import NAMING, Loaded, load
 from transformer_jax.translation.model import count_parameters
 from transformer_jax.translation.prepare import asked_otherwise
@@ -53,7 +54,7 @@ def resolve(config: TranslationConfig, vocabularies: Vocabularies) -> Translatio
                 f"model.{side}_vocab_size is {asked}, and the {side} vocabulary of {config.data.prepared} has {found} "
                 f"entries; leave model.{side}_vocab_size out, or prepare the data with that vocabulary"
             )
-    if config.model.embeddings == "shared" and not vocabularies.joint:
+    if config.model.embeddings == "shared" and not vocabularies.shared_ids:
         raise ConfigError(
             f'model.embeddings is "shared", but {config.data.prepared} has a vocabulary for each side; set it to '
             '"separate" or "untied", or prepare the data with tokenizer.joint'
@@ -207,18 +208,25 @@ def elsewhere(
 
 
 def _from_run(config: TranslationConfig, engine: Engine, vocabularies: Vocabularies, notes: list[str]) -> Start:
-    loaded, where = load(config.init.checkpoint), f"[init] from = {config.init.checkpoint!r}"
-    run.check_init(config, loaded.step, loaded.meta, "folder")
+    where, folder = f"[init] from = {config.init.checkpoint!r}", storage.path(config.init.checkpoint)
+    loaded: Loaded | marian.Folder
+    step, meta = None, {}
+    if marian.is_folder(folder):
+        loaded = marian.read_folder(folder)
+    else:
+        loaded = load(config.init.checkpoint)
+        step, meta = loaded.step, loaded.meta
+    run.check_init(config, step, meta, "folder in Marian's format")
     if loaded.vocabularies.digest != vocabularies.digest:
         raise ConfigError(
-            f"{where} has other vocabularies than {config.data.prepared}; prepare the data with the models of that "
-            "run (tokenizer.source_model, tokenizer.target_model)"
+            f"{where} has other vocabularies than {config.data.prepared}; prepare the data with those "
+            f'(tokenizer.vocabularies = "{config.init.checkpoint.split("@")[0]}")'
         )
     _check_fit(where, loaded, config)
-    return run.start_of_phase(config, engine, loaded.step, lambda: with_padding(loaded.params, config.model), notes)
+    return run.start_of_phase(config, engine, step, lambda: with_padding(loaded.params, config.model), notes)
 
 
-def _check_fit(where: str, loaded: Loaded, config: TranslationConfig) -> None:
+def _check_fit(where: str, loaded: Loaded | marian.Folder, config: TranslationConfig) -> None:
     changed = core.differences(core.to_builtins(loaded.config), core.to_builtins(config.model), "model.")
     if config.init.optimizer != "keep":
         changed.pop("model.vocab_multiple", None)  # the padding is made anew

@@ -39,6 +39,12 @@ class Vocabularies:
         return self.source is self.target
 
     @property
+    def shared_ids(self) -> bool:
+        """Whether an id is the same piece on both sides, as shared embeddings need: one model for both, or two models
+        whose pieces stand in one list, as Marian's own vocabularies have them."""
+        return self.joint or self.source.vocab == self.target.vocab
+
+    @property
     def vocab_size(self) -> int:
         """All ids of both sides are below this."""
         return max(self.source.vocab_size, self.target.vocab_size)

@@ -134,6 +134,11 @@ class Folder:
     vocabularies: Vocabularies
 
 
+def is_folder(path: Path) -> bool:
+    """Whether this is a folder of Hugging Face's kind (of Marian's, or else `read_folder` says of which)."""
+    return (path / "config.json").is_file()
+
+
 def read_folder(path: str | Path) -> Folder:
     """Read a Marian folder with safetensors weights.
 
@@ -144,7 +149,7 @@ def read_folder(path: str | Path) -> Folder:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     config = config_from_marian(read_json(folder / "config.json"), str(folder / "config.json"))
-    vocabularies = _read_vocabularies(folder)
+    vocabularies = read_vocabularies(folder)
     for side in ("source", "target"):
         entries, rows = getattr(vocabularies, side).vocab_size, getattr(config, f"{side}_vocab_size")
         if entries != rows:
@@ -156,7 +161,13 @@ def read_folder(path: str | Path) -> Folder:
     return Folder(config, params, vocabularies)
 
 
-def _read_vocabularies(folder: Path) -> Vocabularies:
+def read_vocabularies(folder: Path) -> Vocabularies:
+    """The vocabularies of a Marian folder. Its two models may cut into pieces of one list, or of a list each.
+
+    Raises:
+      UserError: a file is missing or broken, or a list is not in Marian's layout.
+    """
+
     def pieces(model: str, vocab: str) -> SentencePiece:
         ids = read_json(folder / vocab)
         if sorted(map(str, ids.values())) != sorted(map(str, range(len(ids)))):
@@ -292,13 +303,13 @@ def _write(folder: Path, params: Mapping[str, Any], config: TransformerConfig, v
     (folder / "source.spm").write_bytes(source.model)
     (folder / "target.spm").write_bytes(target.model)
     _write_vocab(folder / "vocab.json", source)
-    if not vocabularies.joint:
+    if not vocabularies.shared_ids:
         _write_vocab(folder / "target_vocab.json", target)
     tokenizer = {
         "eos_token": "</s>",
         "model_max_length": config.max_position_embeddings,
         "pad_token": "<pad>",
-        "separate_vocabs": not vocabularies.joint,
+        "separate_vocabs": not vocabularies.shared_ids,
         "source_lang": None,
         "target_lang": None,
         "tokenizer_class": "MarianTokenizer",
@@ -357,7 +368,7 @@ def import_folder(source: str | Path, run_dir: str | Path) -> Path:
     imported_run.check_unused(run_dir)
     found = read_folder(source)
     sizes = max(found.config.source_vocab_size, found.config.target_vocab_size)
-    tokenizer = SentencePieceConfig(vocab_size=sizes, joint=found.vocabularies.joint)
+    tokenizer = SentencePieceConfig(vocab_size=sizes, joint=found.vocabularies.shared_ids)
     length = min(BatchesConfig.max_source_length, found.config.max_position_embeddings)
     examples = BatchesConfig(max_source_length=length, max_target_length=length)
     config = TranslationConfig(
