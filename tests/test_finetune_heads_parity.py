@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
 from bert_jax.config import BertConfig
+from bert_jax.finetune import train
 from bert_jax.finetune.task import FinetuneTask
+from bert_jax.finetune.task_file import InputsConfig, TaskConfig, TrainingConfig
 from bert_jax.heads import HF_CLASSES, HeadConfig, abstract_params
-from transformer_jax import bert_encoder
+from transformer_jax import bert_encoder, sharding
 
 pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch")
@@ -98,8 +102,8 @@ def batch(head: HeadConfig) -> dict[str, np.ndarray]:
     return out | {"weights": weights, "row_ids": np.arange(ROWS, dtype=np.int32)}
 
 
-def reference(head: HeadConfig, found: dict[str, np.ndarray], rows: dict[str, np.ndarray]):
-    """Hugging Face's logits of all rows, and its loss of those with a weight."""
+def torch_model(head: HeadConfig, found: dict[str, np.ndarray]):
+    """Hugging Face's class of the kind with these weights and without dropout."""
     problem = {"classification": "single_label_classification", "multi_label": "multi_label_classification"}
     settings = transformers.BertConfig(
         vocab_size=CONFIG.vocab_size,
@@ -118,6 +122,12 @@ def reference(head: HeadConfig, found: dict[str, np.ndarray], rows: dict[str, np
     left = model.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in found.items()}, strict=False)
     assert not left.unexpected_keys
     assert all("position_ids" in name or "token_type_ids" in name for name in left.missing_keys)
+    return model
+
+
+def reference(head: HeadConfig, found: dict[str, np.ndarray], rows: dict[str, np.ndarray]):
+    """Hugging Face's logits of all rows, and its loss of those with a weight."""
+    model = torch_model(head, found)
     used = rows["weights"] > 0
 
     def inputs(chosen: np.ndarray) -> dict:
@@ -171,3 +181,48 @@ def test_logits_and_loss_are_those_of_hugging_face(kind):
     assert np.std(expected) > 0.1
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
     assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_training_follows_that_of_pytorch_step_by_step():
+    """Warm-up, decay of all but biases and norms, clipping and AdamW, of encoder and head: the paths of both agree."""
+    head, steps = HEADS["tagging"], 12
+    found, rows = tensors(head), batch(head)
+    training = TrainingConfig(epochs=float(steps), batch_size=ROWS, learning_rate=3e-3, warmup=0.25, dropout=0.0)
+    task = TaskConfig(kind="tagging", labels=head.labels, inputs=InputsConfig(LENGTH), train=training)
+    config = train.resolve(
+        task, dataclasses.replace(head, dropout=0.0),
+        dataclasses.replace(CONFIG, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), ROWS,
+        start=train.StartConfig(), rate=3e-3, seed=0, run_dir="", measured=False,
+    )  # fmt: skip
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    engine = train.make_engine(config, mesh)
+    state = engine.init()._replace(params=jax.device_put(params(found, head), engine.shardings.params))
+    model = torch_model(head, found).train()
+    groups: dict[bool, list] = {True: [], False: []}
+    for name, p in model.named_parameters():
+        groups[name.endswith("bias") or "LayerNorm" in name].append(p)
+    adam = torch.optim.AdamW(
+        [{"params": groups[False], "weight_decay": 0.01}, {"params": groups[True], "weight_decay": 0.0}], eps=1e-6
+    )
+    inputs = {name: torch.from_numpy(rows[name]).long() for name in ("input_ids", "token_type_ids", "labels")}
+    mask = torch.from_numpy(rows["sequence_ids"]).long()
+    inputs["labels"][(inputs["labels"] < 0) | (torch.from_numpy(rows["weights"]) == 0)[:, None]] = -100
+    ours, theirs = [], []
+    with jax.set_mesh(mesh):
+        for step in range(steps):
+            # Up in 3 steps to the peak, then in a line that would reach 0 one step after the last.
+            rate = 3e-3 * min((step + 1) / 3, (steps - step) / (steps - 2))
+            state, metrics = engine.train_step(state, engine.put(dict(rows)), engine.dropout_key)
+            ours.append((float(metrics["sum/head"] / metrics["count/head"]), float(metrics["gradient_norm"])))
+            for group in adam.param_groups:
+                group["lr"] = rate
+            loss = model(attention_mask=mask, **inputs).loss
+            adam.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            adam.step()
+            theirs.append((loss.item(), norm.item()))
+    np.testing.assert_allclose(ours, theirs, rtol=2e-4)
+    losses, norms = np.array(theirs).T
+    assert losses[-1] < 0.8 * losses[0] and norms.max() > 1.0, "or the paths say nothing of learning and clipping"
