@@ -150,3 +150,16 @@ assert "torch" not in sys.modules, sorted(sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True)
     assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_what_orbax_warns_of_stays_out_of_the_terminal():
+    """The filter goes by the file a message comes from, whatever is imported first."""
+    code = (
+        "from transformer_jax.report import quiet_libraries; quiet_libraries()\n"
+        "import transformer_jax.checkpoint\n"
+        "from orbax.checkpoint import utils\n"
+        "exec(compile('from absl import logging; logging.warning(1)', utils.__file__, 'exec'))\n"
+        "exec(compile('from absl import logging; logging.warning(22)', 'elsewhere.py', 'exec'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip().splitlines() == ["WARNING:absl:22"]

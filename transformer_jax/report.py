@@ -254,6 +254,9 @@ def _values(record: dict[str, Any]) -> dict[str, float]:
 
 def quiet_libraries() -> None:
     """Keep libraries' informational messages out of the user's terminal; warnings and errors stay."""
+    # Its own logger says where a message comes from, which `checkpoint` goes by; asked for first, it is a plain one.
+    import absl.logging  # noqa: F401
+
     for name in ("jax", "absl", "orbax", "tensorboardX"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # of each number that is not finite
