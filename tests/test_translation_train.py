@@ -189,6 +189,11 @@ def test_a_phase_starts_from_a_run(straight, tmp_path):
     folder = marian.export_checkpoint(straight[0] / "run", tmp_path / "marian", say=lambda line: None)
     begun, _ = start(beside(straight, tmp_path, init=InitConfig(checkpoint=str(folder))))
     assert_same(begun.state.params, straight[2].state.params)
+    imported = str(marian.import_folder(folder, tmp_path / "imported"))
+    figures = evaluate(imported, "validation", straight[1].data.prepared, translate=None)
+    assert figures["translation_nll"] == pytest.approx(straight[2].evaluation["translation_nll"], rel=1e-5)
+    with pytest.raises(UserError, match="names no prepared data; name it with --prepared"):
+        evaluate(imported)
     with pytest.raises(UserError, match="is a folder in Marian's format: it has no optimizer to keep"):
         start(beside(straight, tmp_path, init=InitConfig(checkpoint=str(folder), optimizer="keep")))
 

@@ -19,7 +19,7 @@ def check_target(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
     """Refuse a target that holds anything, or with `overwrite` anything but an earlier export.
 
     Args:
-      marks: files by which an earlier export is known.
+      marks: files by which an earlier export is known; none if nothing of the kind is ever replaced.
 
     Raises:
       UserError: `out` is a file, or a folder in use.
@@ -31,7 +31,8 @@ def check_target(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
         if not contents:
             return
         if not overwrite:
-            raise UserError(f"{out} is not empty; give another folder, or ask for it to be overwritten")
+            instead = ", or replace an earlier export with --overwrite" if marks else ""
+            raise UserError(f"{out} is not empty; give another folder{instead}")
         if not set(marks) <= contents:
             raise UserError(f"{out} is not an earlier export (no {' and '.join(marks)}), so it is kept")
     elif out.exists() or (not storage.is_remote(out) and out.is_symlink()):

@@ -67,7 +67,9 @@ def evaluate(
     devices = sharding.batch_devices(mesh)
     batch_size = -(-(config.train.eval_batch_size or config.train.batch_size) // devices) * devices
     train = dataclasses.replace(config.train, batch_size=batch_size, eval_batch_size=0, accumulate=1)
-    engine = make_engine(dataclasses.replace(config, train=train, mesh=MeshConfig()), mesh)
+    # An imported model's settings need not make a schedule, and none is needed here.
+    optimizer = dataclasses.replace(config.optimizer, schedule="constant", warmup_steps=0)
+    engine = make_engine(dataclasses.replace(config, train=train, optimizer=optimizer, mesh=MeshConfig()), mesh)
     on_mesh = jax.tree.map(jax.device_put, params, engine.shardings.params)
     found = engine.evaluate(on_mesh, evaluation)
     assert found is not None
