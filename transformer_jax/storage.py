@@ -48,6 +48,9 @@ _ASIDE = re.compile(r"\.(unfinished|lock|.*\.(tmp|lock|partial|deleting))")
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# Read when gcsfs is imported: otherwise it asks another service, over gRPC, for the kind of each bucket.
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+
 
 class StorageError(UserError):
     """Storage that cannot be reached, or refuses."""
@@ -470,10 +473,8 @@ def _md5(file: Path, first: int | None = None) -> str:
 def _filesystem() -> Any:
     """The file system of gcsfs that etils uses too.
 
-    Listings are not kept: TensorStore and other machines write as well. Buckets are not asked for their kind, which
-    takes a request to another service for each of them.
+    Listings are not kept: TensorStore and other machines write as well.
     """
-    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     import fsspec
     from aiohttp import ClientTimeout
     from fsspec.config import conf
