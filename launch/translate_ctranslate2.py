@@ -1,28 +1,51 @@
 """Translate lines with an exported CTranslate2 folder: nothing of this project is needed, only its two libraries.
 
 python launch/translate_ctranslate2.py FOLDER < source.txt > translations.txt
+
+One line in gives one line out, blank ones too. What is beyond MOST_PIECES of a line is dropped, and said so.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import ctranslate2
 import sentencepiece
+
+LINES_AT_ONCE = 1024
+BATCH_SIZE = 64
+MOST_PIECES = 1024
 
 
 def main() -> None:
     if len(sys.argv) != 2:
         raise SystemExit(__doc__)
     folder = Path(sys.argv[1])
+    missing = [name for name in ("model.bin", "source.spm", "target.spm") if not (folder / name).is_file()]
+    if missing:
+        raise SystemExit(f"error: {folder} has no {' and no '.join(missing)}; name a folder of --format ctranslate2")
     source = sentencepiece.SentencePieceProcessor(model_file=str(folder / "source.spm"))
     target = sentencepiece.SentencePieceProcessor(model_file=str(folder / "target.spm"))
     translator = ctranslate2.Translator(str(folder), device="cpu")
-    lines = [line.rstrip("\n") for line in sys.stdin]
-    results = translator.translate_batch([source.encode(line, out_type=str) for line in lines], beam_size=4)
-    for result in results:
-        print(target.decode(result.hypotheses[0]))
+    numbered: Iterable[tuple[int, bytes]] = enumerate(sys.stdin.buffer, 1)
+    while chunk := list(itertools.islice(iter(numbered), LINES_AT_ONCE)):
+        pieces = []
+        for number, line in chunk:
+            text = line.decode("utf-8", "replace").removesuffix("\n").removesuffix("\r").replace("\r", " ")
+            pieces.append(source.encode(text.removeprefix("\ufeff") if number == 1 else text, out_type=str))
+            if len(pieces[-1]) > MOST_PIECES:
+                print(f"line {number}: cut after {MOST_PIECES} of its {len(pieces[-1])} pieces", file=sys.stderr)
+        try:
+            results = translator.translate_batch(
+                pieces, beam_size=4, max_batch_size=BATCH_SIZE, max_input_length=MOST_PIECES
+            )
+        except RuntimeError as e:  # a model with fewer positions than lines have pieces
+            raise SystemExit(f"error: lines {chunk[0][0]} to {chunk[-1][0]}: {e}") from None
+        for result in results:
+            print(target.decode(result.hypotheses[0]).replace("\n", " "), flush=True)
 
 
 if __name__ == "__main__":

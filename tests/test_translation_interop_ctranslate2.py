@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import json
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -164,3 +166,27 @@ def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     with pytest.raises(UserError, match=r"install the extra `ct2`"):
         interop.export({}, config(own_vocabularies(), embeddings="separate"), own_vocabularies(), tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_the_script_beside_the_folder_gives_a_line_for_each_line(
+    ctranslate2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """C017, C028: blank and odd lines keep their places; what is cut is told by its number."""
+    vocabularies = tiny_translation_run.vocabularies()
+    model = config(vocabularies, max_position_embeddings=256)
+    interop.export(params(model), model, vocabularies, tmp_path / "out", say=quiet)
+    script = runpy.run_path(str(Path(__file__).parents[1] / "launch" / "translate_ctranslate2.py"))
+    monkeypatch.setitem(script["main"].__globals__, "MOST_PIECES", 8)
+    monkeypatch.setitem(script["main"].__globals__, "LINES_AT_ONCE", 2)
+    lines = [b"\xef\xbb\xbfbal bel\r", b"", b"ba\xff\rl", b"  ", b"bal " * 20, b"bal\xe2\x80\xa8bel", b"bal bel"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n".join(lines))))
+    monkeypatch.setattr(sys, "argv", ["script", str(tmp_path / "out")])
+    script["main"]()
+    out, err = capsys.readouterr()
+    found = out.split("\n")
+    assert len(found) == 8 and found[0] == found[6] and [found[n] for n in (1, 3, 7)] == ["", "", ""]
+    assert err.startswith("line 5: cut after 8 of its ")
+    monkeypatch.setattr(sys, "argv", ["script", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"has no model\.bin"):
+        script["main"]()
