@@ -1,6 +1,9 @@
 """gs:// paths: runs, prepared data and exports in storage, broken networks, and the copies on a machine."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -274,14 +277,52 @@ def assert_same(a, b):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.array(x), np.array(y)), a, b)
 
 
+KILLED = """
+import os, sys, time
+sys.path.insert(0, os.environ["TESTS"])
+import jax
+import tiny_run
+from bert_jax import pretrain
+from bert_jax.run_file import load_run
+from transformer_jax import sharding, step_folders
+
+tiny_run.cache_programs(sys.argv[2])
+make_mesh, write_digests = sharding.make_mesh, step_folders.write_digests
+pretrain.sharding.make_mesh = lambda mesh: make_mesh(mesh, jax.devices()[:1])
+
+def late(path, metric, settings):
+    if path.name == "4":
+        print("saving", flush=True)
+        time.sleep(60)
+    write_digests(path, metric, settings)
+
+step_folders.write_digests = late
+pretrain.pretrain(load_run(sys.argv[1], []))
+"""
+
+
+def kill_in_mid_save(run, tmp_path):
+    """Run in a process of its own until the arrays of step 4 are there and its digests are not; then SIGKILL."""
+    file = tiny_run.write_run_file(tmp_path / "killed.toml", run)
+    environment = {**os.environ, "TESTS": str(Path(__file__).parent), "PYTHONWARNINGS": "ignore"}
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, file, jax.config.jax_compilation_cache_dir],
+        env=environment, stdout=subprocess.PIPE, cwd=tmp_path,
+    ) as child:  # fmt: skip
+        assert child.stdout.readline() == b"saving\n"
+        child.kill()
+
+
 @pytest.mark.slow
 def test_a_run_in_storage_goes_on_on_another_machine_and_is_the_run_on_a_disk(
     prepared, tmp_path, bucket, monkeypatch, programs
 ):
-    """Saved, deleted, verified and gone on with in storage; a damaged step is passed over, what a stop left is gone."""
+    """Killed in mid-save, saved, deleted, verified and gone on with; a damaged step is passed over."""
     disk = pretrain(settings(tmp_path / "disk", prepared.here))
     remote = settings(f"{bucket}/run", prepared.name)
     steps = storage.path(remote.run_dir) / "checkpoints"
+    kill_in_mid_save(remote, tmp_path)
+    assert checkpoint.steps(remote.run_dir) == [2] and storage.files(steps / "4")
     assert pretrain(remote, **tiny_run.stop_at(5)).interrupted
     assert checkpoint.steps(remote.run_dir) == [4, 5]
     assert {"config.toml", "log.txt", "metrics.jsonl", "tokenizer/vocab.txt"} <= content_of(remote.run_dir).keys()
