@@ -22,6 +22,7 @@
 # --chips         4: of a host
 # --restarts      20: of the whole JobSet
 # --spot          not set: nodes that are not taken away
+# --check         not set: 20 steps, a kill, the rest and an export into the run folder, in place of the run (15 minutes)
 # --namespace     kubectl's own setting
 # --dry-run       print the manifest and the command, and run nothing
 set -eu
@@ -50,11 +51,12 @@ case ${1:-} in
 esac
 shift
 
-name='' image='' run_file='' claim='' program=bert-jax run_dir='' prepared='' namespace='' spot='' dry=''
+name='' image='' run_file='' claim='' program=bert-jax run_dir='' prepared='' namespace='' spot='' check='' dry=''
 accelerator=tpu-v5-lite-podslice topology=4x4 chips=4 restarts=20
 while [ $# -gt 0 ]; do
   case $1 in
     --spot) spot=1 ;;
+    --check) check=1 ;;
     --dry-run) dry=1 ;;
     --name | --image | --run-file | --claim | --program | --run-dir | --prepared | --accelerator | --topology | \
       --chips | --restarts | --namespace)
@@ -107,10 +109,13 @@ render() {
   esac
   all=$(($(printf %s "$topology" | tr x '*')))
   [ $((all % chips)) -eq 0 ] || fail "--topology $topology is $all chips, which hosts of --chips $chips do not make up"
+  # Lines that are marked FILL_IN_TRAINING start the loop around a run; a check is made once.
+  trains='s/  # FILL_IN_TRAINING$//' option=--run_dir
+  if [ "$check" ]; then trains='/# FILL_IN_TRAINING$/d' option=--out verb=check restarts=0; fi
   # Lines that are marked FILL_IN_SPOT stay for spot nodes alone, without the mark.
   if [ "$spot" ]; then spots='s/  # FILL_IN_SPOT$//'; else spots='/# FILL_IN_SPOT$/d'; fi
   sed -e '/^#/d' -e "$spots" \
-    -e "s|FILL_IN_NAME|$name|" -e "s|FILL_IN_RESTARTS|$restarts|" -e "s|FILL_IN_HOSTS|$((all / chips))|" \
+    -e "$trains" -e "s|FILL_IN_OPTION|$option|" -e "s|FILL_IN_NAME|$name|" -e "s|FILL_IN_RESTARTS|$restarts|" -e "s|FILL_IN_HOSTS|$((all / chips))|" \
     -e "s|FILL_IN_ACCELERATOR|$accelerator|" -e "s|FILL_IN_TOPOLOGY|$topology|" -e "s|FILL_IN_IMAGE|$image|" \
     -e "s|FILL_IN_RUN_DIR|$run_dir|" -e "s|FILL_IN_PROGRAM|$program|" -e "s|FILL_IN_VERB|$verb|" \
     -e "s|FILL_IN_RUN_FILE|$run_file|" -e "s|FILL_IN_PREPARED|$prepared|" -e "s|FILL_IN_CHIPS|$chips|" \

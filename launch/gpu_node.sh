@@ -2,6 +2,7 @@
 # A run on one node with NVIDIA GPUs: one process for all of them, started again where that helps (launch/restart.py).
 #
 #   launch/gpu_node.sh [--dry-run] install
+#   launch/gpu_node.sh [--dry-run] check RUN.toml FOLDER [--key value ...]
 #   launch/gpu_node.sh [--dry-run] run RUN.toml RUN_DIR [--key value ...]
 #
 # PROGRAM=transformer-jax is the other program; CUDA_VISIBLE_DEVICES=0,1 leaves the other GPUs alone. `run` stays in the
@@ -48,8 +49,9 @@ case ${1:-} in
     do_it make .venv/complete
     do_it .venv/bin/pip install --editable '.[cuda]'
     ;;
-  run)
-    [ $# -ge 3 ] || fail "a run file and a run folder are needed: launch/gpu_node.sh run RUN.toml RUN_DIR"
+  check | run)
+    [ $# -ge 3 ] || fail "a run file and a run folder are needed: launch/gpu_node.sh $1 RUN.toml RUN_DIR"
+    what=$1
     file=$2
     run=$3
     shift 3
@@ -58,9 +60,13 @@ case ${1:-} in
       [ -x ".venv/bin/$program" ] || fail "there is no .venv/bin/$program; launch/gpu_node.sh install makes it"
       nvidia-smi --list-gpus >&2 || fail "nvidia-smi finds no GPU; is the driver installed?"
     fi
+    if [ "$what" = check ]; then # nothing is started again
+      do_it exec ".venv/bin/$program" check "$file" --out "$run" --hosts.mode single "$@"
+      exit
+    fi
     do_it exec python3 launch/restart.py --run-dir "$run" -- \
       ".venv/bin/$program" "$verb" "$file" --run_dir "$run" --hosts.mode single "$@"
     ;;
-  '') fail "no command; install or run" ;;
-  *) fail "there is no command $1; install or run" ;;
+  '') fail "no command; install, check or run" ;;
+  *) fail "there is no command $1; install, check or run" ;;
 esac

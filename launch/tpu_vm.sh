@@ -8,6 +8,7 @@
 #   status    the state of the request: ACTIVE, WAITING_FOR_RESOURCES, SUSPENDED (after a preemption), FAILED, ...
 #   install   mount the shared folder; copy the last commit to all workers and install it there, with the TPU's library
 #   prepare   prepare the run's data, on worker 0
+#   check     train 20 steps on all workers, kill one, resume, compare, export: before the first run, and waited for
 #   run       start training on all workers, each under launch/restart.py; it goes on when this machine leaves
 #   logs      follow the log of a worker
 #   stop      SIGTERM to the run: it saves, and this waits until it has left
@@ -31,7 +32,7 @@
 # --if-lost                          `restart` does nothing where the machines are there
 # --dry-run                          print every command and run none
 #
-# What stands after -- goes to prepare and run, as in: -- --train.batch_size 4096
+# What stands after -- goes to prepare, check and run, as in: -- --train.batch_size 4096
 set -eu
 
 code=bert-transformer-jax
@@ -134,6 +135,13 @@ prepare() {
   on_workers 0 "cd $code && $(quoted ".venv/bin/$program" prepare "$run_file" --data.prepared "$prepared" "$@")"
 }
 
+check() {
+  words=$(quoted ".venv/bin/$program" check "$run_file" --out "$run_dir-check" --data.prepared "$prepared" \
+    --hosts.mode auto "$@")
+  on_workers all "cd $code || exit 1; \
+if $running; then echo 'a run is there; stop it first' >&2; exit 1; fi; $words"
+}
+
 start() {
   case $program in transformer-jax) verb=train ;; *) verb=pretrain ;; esac
   words=$(quoted python3 launch/restart.py --run-dir "$run_dir" -- ".venv/bin/$program" "$verb" "$run_file" \
@@ -189,13 +197,13 @@ restart() {
 }
 
 case ${1:-} in
-  create | wait | status | install | prepare | run | logs | stop | restart | delete) command=$1 ;;
+  create | wait | status | install | prepare | check | run | logs | stop | restart | delete) command=$1 ;;
   -h | --help | help)
     usage
     exit 0
     ;;
-  '') fail "no command; create, wait, status, install, prepare, run, logs, stop, restart or delete" ;;
-  *) fail "there is no command $1; create, wait, status, install, prepare, run, logs, stop, restart or delete" ;;
+  '') fail "no command; create, wait, status, install, prepare, check, run, logs, stop, restart or delete" ;;
+  *) fail "there is no command $1; create, wait, status, install, prepare, check, run, logs, stop, restart or delete" ;;
 esac
 shift
 
@@ -281,7 +289,7 @@ for folder in "$run_dir" "$prepared"; do
     *) fail "'$folder' must be an absolute path, in a folder that all workers share" ;;
   esac
 done
-case $command in prepare | run | restart) need_run_file ;; esac
+case $command in prepare | check | run | restart) need_run_file ;; esac
 cd "$here"
 [ "$dry" ] || command -v gcloud >/dev/null || fail "gcloud is not on the PATH; install the Google Cloud CLI"
 
@@ -291,6 +299,7 @@ case $command in
   status) state ;;
   install) install ;;
   prepare) prepare "$@" ;;
+  check) check "$@" ;;
   run) start "$@" ;;
   logs) on_workers "$worker" 'tail -n 100 -F ~/run.log' ;;
   stop) stop ;;

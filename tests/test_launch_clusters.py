@@ -131,11 +131,20 @@ def test_the_pods_run_the_loop_over_the_program():
     )
 
 
+def test_a_check_is_made_once_and_not_by_the_loop():
+    found = manifest("--check")
+    assert not faults(found, JOBSET) and found["spec"]["failurePolicy"]["maxRestarts"] == 0
+    assert " ".join(pod(found)[1]["containers"][0]["command"]) == (
+        "bert-jax check launch/runs/demo_en.toml --out /mnt/runs/bert-1 --data.prepared /mnt/runs/prepared/demo_en "
+        "--hosts.mode auto"
+    )
+
+
 def test_every_word_to_fill_in_is_explained_by_an_option():
     text = (LAUNCH / "gke_jobset.yaml").read_text(encoding="utf-8")
     words = set(re.findall(r"FILL_IN_([A-Z_]+\b)", text))
     said = call("sh", LAUNCH / "gke.sh", "--help").stdout
-    derived = {"VERB", "HOSTS"}  # from --program, and from --topology and --chips
+    derived = {"VERB", "HOSTS", "OPTION", "TRAINING"}  # from --program, --topology and --chips, and --check
     assert len(words) > 10
     assert not [word for word in words - derived if f"--{word.lower().replace('_', '-')} " not in said]
 
@@ -224,7 +233,7 @@ def test_slurm_directives_stand_before_the_first_command():
         (["slurm.sbatch", "a.toml"], "a run file and a run folder are needed"),
         (["slurm.sbatch", "a.toml", "runs/a"], "there is no run file a.toml"),
         (["slurm.sbatch", "launch/runs/demo_en.toml", "runs/a"], "this is not a Slurm job"),
-        (["gpu_node.sh"], "no command; install or run"),
+        (["gpu_node.sh"], "no command; install, check or run"),
         (["gpu_node.sh", "--dry-run", "run", "a.toml"], "a run file and a run folder are needed"),
         (["gpu_node.sh", "--dry-run", "run", "a.toml", "runs/a"], "there is no run file a.toml"),
     ],

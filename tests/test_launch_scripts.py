@@ -95,10 +95,10 @@ def calls(cloud):
     return [["gcloud", *json.loads(line)] for line in (cloud / "calls").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("command", ["create", "status", "prepare", "run", "logs", "stop", "delete"])
+@pytest.mark.parametrize("command", ["create", "status", "prepare", "check", "run", "logs", "stop", "delete"])
 def test_a_dry_run_prints_the_very_words_that_are_run(cloud, command):
     words = [*RUN, "--project", "p-1", "--spot"]
-    words += ["--", "--data.recipe", 'it\'s "here" $HOME;'] if command in ("prepare", "run") else []
+    words += ["--", "--data.recipe", 'it\'s "here" $HOME;'] if command in ("prepare", "check", "run") else []
     printed = tpu_vm(cloud, command, "--dry-run", *words)
     assert printed.returncode == 0 and not (cloud / "calls").exists()
     assert tpu_vm(cloud, command, *words, state="NONE").returncode == 0
