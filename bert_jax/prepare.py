@@ -30,8 +30,11 @@ def prepare(config: PretrainConfig, *, workers: int | None = None) -> dict[str, 
     if storage.is_remote(config.data.prepared):
         with working_copy(config.data.prepared) as here:
             return prepare(with_value(config, "data.prepared", str(here)), workers=workers)
+    if storage.is_remote(config.tokenizer.vocab_file):
+        vocabulary = str(storage.local_file(config.tokenizer.vocab_file))
+        return prepare(with_value(config, "tokenizer.vocab_file", vocabulary), workers=workers)
     report = prepare_recipe(
-        corpora.load_recipe(Path(config.data.recipe)),
+        corpora.load_recipe(config.data.recipe),
         config.tokenizer,
         Path(config.data.prepared),
         shard_mb=config.data.shard_mb,

@@ -68,7 +68,7 @@ def check_prepared(config: PretrainConfig, shards: Shards, force: bool = False) 
     recipe = None
     if config.data.recipe:
         with contextlib.suppress(UserError):  # recipe and text need not be where training is
-            recipe = corpora.load_recipe(config.data.recipe)
+            recipe = corpora.load_recipe(config.data.recipe, fetch=False)
     lines = asked_otherwise(shards.manifest, config.tokenizer, recipe)
     return run.refuse_otherwise(config.data.prepared, lines, "bert-jax", force)
 

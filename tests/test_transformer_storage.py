@@ -21,7 +21,7 @@ from bert_jax.interop.exports import export_checkpoint
 from bert_jax.interop.imports import import_folder
 from bert_jax.pretrain import pretrain
 from bert_jax.run_page import write_run_page
-from transformer_jax import checkpoint, manifest, sharding, step_folders, storage
+from transformer_jax import checkpoint, corpora, manifest, mirror, sharding, step_folders, storage
 from transformer_jax.checkpoint import Checkpoints
 from transformer_jax.config import CheckpointConfig, UserError
 from transformer_jax.new_folder import check_target, new_folder
@@ -224,29 +224,46 @@ def test_a_preparation_is_sent_when_it_is_done_and_goes_on_elsewhere(tmp_path, b
 
 
 def test_records_that_were_not_sent_are_kept_unless_storage_knows_more(tmp_path, bucket, monkeypatch):
-    with storage.mirrored(bucket) as run:
+    with mirror.mirrored(bucket) as run:
         (run.local / "log.txt").write_text("one\n")
     (run.local / "log.txt").write_text("one\nkilled before this was sent\n")
-    with storage.mirrored(bucket) as run:
+    with mirror.mirrored(bucket) as run:
         assert (run.local / "log.txt").read_text() == "one\nkilled before this was sent\n"
     assert content_of(bucket) == {"log.txt": b"one\nkilled before this was sent\n"}
     (storage.path(bucket) / "log.txt").write_text("one\nfrom another machine\n")
-    with storage.mirrored(bucket) as run:
+    with mirror.mirrored(bucket) as run:
         assert (run.local / "log.txt").read_text() == "one\nfrom another machine\n"
     storage.remove_tree(storage.path(bucket))
-    with storage.mirrored(bucket) as run:  # taken away to begin anew
+    with mirror.mirrored(bucket) as run:  # taken away to begin anew
         assert storage.files(run.local) == {}
 
 
 def test_records_wait_here_for_storage_that_is_away(bucket, way):
-    with pytest.raises(UserError, match="the same command on this machine sends them"), storage.mirrored(bucket) as run:
+    with pytest.raises(UserError, match="the same command on this machine sends them"), mirror.mirrored(bucket) as run:
         (run.local / "log.txt").write_text("one\n")
         run.send_now()
         (run.local / "log.txt").write_text("one\ntwo\n")
         way.refuse = 1_000
     way.refuse = 0
-    with storage.mirrored(bucket):
+    with mirror.mirrored(bucket):
         assert content_of(bucket) == {"log.txt": b"one\ntwo\n"}
+
+
+def test_a_recipe_and_its_text_can_be_in_storage(tmp_path, bucket):
+    text = {"a1.txt": b"one\n\ntwo\n", "a2.txt": b"three\n", "b.txt": b"not named\n"}
+    recipe = b'name = "there"\n[[sources]]\nfiles = ["text/a*.txt"]\n'
+    fill(fill(tmp_path / "in", **{"recipe.toml": recipe}) / "text", **text)
+    storage.send(tmp_path / "in", storage.path(bucket))
+
+    def read(name):
+        found = corpora.load_recipe(name)
+        return [d.sentences for d in corpora.documents(found)], corpora.describe(found)
+
+    assert read(f"{bucket}/recipe.toml") == read(tmp_path / "in" / "recipe.toml")
+    (storage.path(bucket) / "text" / "a2.txt").write_bytes(b"four\n")
+    assert read(f"{bucket}/recipe.toml")[0] == [["one"], ["two"], ["four"]]
+    with pytest.raises(UserError, match="is in storage"):
+        corpora.load_recipe(f"{bucket}/recipe.toml", fetch=False)
 
 
 @pytest.fixture(scope="module")

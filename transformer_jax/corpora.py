@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from transformer_jax import records, scripts, source_files, tfds_source
+from transformer_jax import records, scripts, source_files, storage, tfds_source
 from transformer_jax.config import ConfigError, UserError, load, read_toml
 from transformer_jax.lines import lines, one_line_end
 from transformer_jax.sentences import split_sentences
@@ -100,19 +100,22 @@ class Document:
     sentences: list[str]
 
 
-def load_recipe(path: Path | str) -> Recipe:
+def load_recipe(path: Path | str, fetch: bool = True) -> Recipe:
     """The recipe in a TOML file, with its file names made absolute and its globs resolved.
+
+    Args:
+      fetch: copy files in storage (`gs://`) to this machine; without it they are an error.
 
     Raises:
       ConfigError: an unknown key (the nearest one is named), a wrong value, a file that is not there.
     """
-    path = Path(path)
+    path = storage.path(path)
     found = read_toml(path)
     if "source_language" in found or "target_language" in found:
         raise ConfigError(f"{path} is a recipe of pairs, for translation; a recipe of documents is needed here")
     recipe = load(Recipe, found, str(path))
     try:
-        sources = tuple(_absolute(s, path.absolute().parent) for s in recipe.sources)
+        sources = tuple(_absolute(s, storage.absolute(path).parent, fetch) for s in recipe.sources)
     except ConfigError as e:
         raise ConfigError(f"{path}: {e}") from None
     return dataclasses.replace(recipe, name=recipe.name or path.stem, sources=sources)
@@ -177,11 +180,11 @@ def describe(recipe: Recipe, digests: bool = True) -> dict[str, Any]:
 # --- which files
 
 
-def _absolute(source: Source, folder: Path) -> Source:
+def _absolute(source: Source, folder: Path, fetch: bool) -> Source:
     """The source with absolute file names, globs resolved, and a TFDS set found."""
     if source.format == "tfds":
         return dataclasses.replace(source, data_dir=str(tfds_source.find(source.dataset, source.data_dir, folder)))
-    found = source_files.find(source.files, source.sha256, source.sizes, folder)
+    found = source_files.find(source.files, source.sha256, source.sizes, folder, fetch)
     return dataclasses.replace(source, **found._asdict())
 
 

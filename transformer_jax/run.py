@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from transformer_jax import checkpoint, exit_codes, host_check, hosts, lock, optim, profiles, sharding, storage
+from transformer_jax import checkpoint, exit_codes, host_check, hosts, lock, mirror, optim, profiles, sharding, storage
 from transformer_jax import config as core
 from transformer_jax.checkpoint import Checkpoints, NoCheckpointError
 from transformer_jax.config import ConfigError, UserError
@@ -101,7 +101,7 @@ def run(
         # Process 0 alone writes the files of the run folder; where that is in storage, the others read what lies there.
         run_dir, send = storage.path(config.run_dir), lambda: None
         if jax.process_index() == 0:
-            files = stack.enter_context(storage.mirrored(config.run_dir))
+            files = stack.enter_context(mirror.mirrored(config.run_dir))
             run_dir, send = files.local, files.send
         clock.start_up.enter("joining")
         alike = stack.enter_context(_together(config, engine, meta, clock))

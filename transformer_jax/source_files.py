@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from transformer_jax import storage
 from transformer_jax.config import ConfigError, UserError, nearest
 
 
@@ -36,11 +37,14 @@ class Found(NamedTuple):
     sizes: dict[str, int]
 
 
-def find(patterns: Sequence[str], sha256: Mapping[str, str], sizes: Mapping[str, int], folder: Path) -> Found:
+def find(
+    patterns: Sequence[str], sha256: Mapping[str, str], sizes: Mapping[str, int], folder: Path, fetch: bool = True
+) -> Found:
     """Resolve paths and globs, relative to `folder`, and the tables of digests and sizes that go with them.
 
     Args:
       sha256, sizes: by a path as in `patterns`, or as a glob finds it.
+      fetch: copy files in storage to this machine; without it they are an error.
 
     Raises:
       ConfigError: a file that is not there or is named twice, or a digest for none of them.
@@ -48,12 +52,14 @@ def find(patterns: Sequence[str], sha256: Mapping[str, str], sizes: Mapping[str,
     files: list[str] = []
     names: dict[str, str] = {}
     for pattern in patterns:
-        found = _matching(pattern, folder)
+        found = _matching(pattern, folder, fetch)
         for path in found:
             if str(path) in files:
                 raise ConfigError(f"{path} is named twice; a file is read once")
             files.append(str(path))
-            names[os.path.relpath(path, folder)] = names[str(path)] = str(path)
+            names[str(path)] = str(path)
+            if not storage.is_remote(folder):
+                names[os.path.relpath(path, folder)] = str(path)
         names[pattern] = str(found[0])
     for table in (sha256, sizes):
         for name in table:
@@ -67,7 +73,14 @@ def find(patterns: Sequence[str], sha256: Mapping[str, str], sizes: Mapping[str,
     )
 
 
-def _matching(pattern: str, folder: Path) -> list[Path]:
+def _matching(pattern: str, folder: Path, fetch: bool) -> list[Path]:
+    if storage.is_remote(pattern) or (storage.is_remote(folder) and not Path(pattern).is_absolute()):
+        if not fetch:
+            raise ConfigError(f"{pattern} is in storage")
+        found = storage.matching(pattern if storage.is_remote(pattern) else str(folder / pattern))
+        if not found:
+            raise ConfigError(f"no file matches {pattern}")
+        return found
     wanted = folder / Path(pattern).expanduser()
     if wanted.is_file():
         return [wanted]

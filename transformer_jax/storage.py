@@ -4,7 +4,7 @@
 Checkpoints are written and read where they are. What has to be appended to, mapped into memory or written by other
 libraries has a copy on this machine (`place`), which is fetched, or sent, file by file:
 
-- a run's records (`mirrored`) are sent while the run goes on, since an object cannot be appended to;
+- a run's records (`transformer_jax.mirror`) are sent while the run goes on, since an object cannot be appended to;
 - a prepared folder is fetched once and held against its manifest (`transformer_jax.manifest.local_copy`);
 - an export (`transformer_jax.new_folder`) is written here and sent when it is whole.
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import fcntl
+import glob
 import hashlib
 import importlib.util
 import logging
@@ -27,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar, cast
 
 from transformer_jax.config import UserError
@@ -37,10 +38,6 @@ LAST = ("digests.json", "manifest.json", "config.json")
 """Files by which a folder is taken for whole: they are sent after all others."""
 QUIET = 60.0
 """Seconds without a byte after which a request counts as failed."""
-APART = ("checkpoints", "programs", "profile")
-"""Of a run folder: what is written to storage by other means than with its records."""
-SEND_EVERY = 20.0
-"""Seconds between two times that a run's records are sent, except at a save and at the end."""
 ATTEMPTS = 3
 """Besides the repetitions of a request: for an answer that never came, and for content that arrived changed."""
 _AT_ONCE = 8
@@ -139,6 +136,12 @@ def write_whole(file: Path, text: str) -> None:
             os.close(descriptor)
 
 
+def write_bytes(file: Path, content: bytes) -> None:
+    """Write an object in storage."""
+    with reported(file):
+        again(lambda: _filesystem().pipe_file(os.fspath(file), content))
+
+
 def size(file: Path) -> int:
     """Bytes of a file; FileNotFoundError where there is none."""
     return int(_filesystem().info(os.fspath(file))["size"]) if is_remote(file) else file.stat().st_size
@@ -170,7 +173,7 @@ def fetch_file(source: Path, target: Path, wrong: Callable[[Path], str | None]) 
             if attempt:
                 time.sleep(2.0 ** (attempt - 1))
             with reported(source):
-                _again(lambda: _filesystem().get_file(os.fspath(source), os.fspath(temporary)))
+                again(lambda: _filesystem().get_file(os.fspath(source), os.fspath(temporary)))
             problem = wrong(temporary)
             if problem is None:
                 temporary.replace(target)
@@ -192,7 +195,7 @@ def files(folder: Path) -> dict[str, Item]:
     if is_remote(folder):
         prefix = os.fspath(folder).removeprefix("gs://").rstrip("/") + "/"
         with reported(folder):
-            listed = _again(lambda: _filesystem().find(os.fspath(folder), detail=True))
+            listed = again(lambda: _filesystem().find(os.fspath(folder), detail=True))
         for name, info in listed.items():
             if name.startswith(prefix) and info["type"] == "file" and not name.endswith("/"):
                 md5 = base64.b64decode(info.get("md5Hash") or "").hex()
@@ -203,6 +206,35 @@ def files(folder: Path) -> dict[str, Item]:
                 if file.is_file():
                     found[file.relative_to(folder).as_posix()] = Item(file.stat().st_size, "")
     return {name: found[name] for name in sorted(found) if not any(map(_ASIDE.fullmatch, name.split("/")))}
+
+
+def matching(pattern: str) -> list[Path]:
+    """The files in storage that a path or glob names, as they are copied to this machine; in order of their names."""
+    if not glob.has_magic(pattern):
+        return [local_file(pattern)] if not path(pattern).is_dir() else []
+    fixed = pattern.split("/")
+    fixed = fixed[: next(i for i, part in enumerate(fixed) if glob.has_magic(part))]
+    folder, rest = path("/".join(fixed)), pattern.split("/")[len(fixed) :]
+    depth = len(rest)
+    names = [n for n in files(folder) if n.count("/") + 1 == depth and PurePosixPath(n).match("/".join(rest))]
+    return [local_file(folder / name) for name in names]
+
+
+def local_file(name: str | os.PathLike[str]) -> Path:
+    """A file as it lies on this machine: itself, or the copy of one in storage, which is fetched if it has changed.
+
+    Raises:
+      UserError: there is no such file in storage, or it cannot be fetched.
+    """
+    if not is_remote(name):
+        return Path(name)
+    source, target = path(name), place(name)
+    with reported(source):
+        info = again(lambda: _filesystem().info(os.fspath(source)))
+    item = Item(int(info["size"] or 0), base64.b64decode(info.get("md5Hash") or "").hex())
+    with locked(target.parent):
+        fetch_changed(source, target, item)
+    return target
 
 
 def remove_tree(folder: Path, ignore_errors: bool = False) -> None:
@@ -237,7 +269,7 @@ def fetch(source: Path, leave_out: tuple[str, ...] = ()) -> Path:
     with locked(target):
         for name in files(target).keys() - there.keys():
             (target / name).unlink()
-        each(lambda name: _fetch_changed(source / name, target / name, there[name]), there)
+        each(lambda name: fetch_changed(source / name, target / name, there[name]), there)
     return target
 
 
@@ -249,7 +281,7 @@ def send(source: Path, target: Path, leave_out: tuple[str, ...] = ()) -> None:
     """
     here = {name: item for name, item in files(source).items() if name.partition("/")[0] not in leave_out}
     there = files(target)
-    changed = {name for name, item in here.items() if name not in there or not _same(source / name, there[name])}
+    changed = {name for name, item in here.items() if name not in there or not same(source / name, there[name])}
     gone = there.keys() - here.keys()
     if not changed and not gone:
         with reported(target):
@@ -279,108 +311,11 @@ def send_file(source: Path, target: Path) -> None:
         for attempt in range(ATTEMPTS):
             if attempt:
                 time.sleep(2.0 ** (attempt - 1))
-            _again(lambda: _filesystem().put_file(os.fspath(source), os.fspath(target)))
+            again(lambda: _filesystem().put_file(os.fspath(source), os.fspath(target)))
             info = _filesystem().info(os.fspath(target))
-            if _same(source, Item(int(info["size"]), base64.b64decode(info.get("md5Hash") or "").hex())):
+            if same(source, Item(int(info["size"]), base64.b64decode(info.get("md5Hash") or "").hex())):
                 return
     raise StorageError(f"{target}: what arrived is not what was sent, {ATTEMPTS} times over")
-
-
-class Mirrored:
-    """A run folder as it is worked in: `local`, whose files go to storage if that is where the run folder is.
-
-    Records are appended to here and sent as they stand, in a thread of its own: training does not wait for storage.
-    """
-
-    def __init__(self, name: str | Path):
-        self.remote, self.local = path(name), place(name)
-        self._sent: dict[str, tuple[int, int]] = {}
-        self._wanted, self._leaving = threading.Event(), threading.Event()
-        self._warned = False
-        self._thread = threading.Thread(target=self._go, name="storage", daemon=True)
-
-    def send(self) -> None:
-        """Have what has changed sent soon; returns at once."""
-        self._wanted.set()
-
-    def _go(self) -> None:
-        while True:
-            self._wanted.wait()
-            self._wanted.clear()
-            if self._leaving.is_set():
-                return
-            try:
-                self.send_now()
-                self._warned = False
-            except UserError as e:
-                if not self._warned:
-                    _log.warning("the run's records were not sent, they will be later: %s", e)
-                self._warned = True
-            self._leaving.wait(SEND_EVERY)
-
-    def send_now(self) -> None:
-        """Send what has changed, and wait for it."""
-        for name in files(self.local):
-            file, target = self.local / name, self.remote / name
-            try:
-                state = _state(file)
-                content = file.read_bytes() if self._sent.get(name) != state else None  # all of it, for it may grow
-            except FileNotFoundError:
-                continue
-            if content is not None:
-                with reported(target):
-                    _again(lambda c=content, t=target: _filesystem().pipe_file(os.fspath(t), c))  # type: ignore[misc]
-                self._sent[name] = state
-
-    def begin(self, apart: tuple[str, ...]) -> None:
-        """Fetch what is there. A copy that goes on where the object ends was not sent to its end, and is kept."""
-        with reported(self.remote):  # that nothing can be written is better known now
-            (self.remote / ".probe.tmp").write_text("")
-            (self.remote / ".probe.tmp").unlink()
-        there = {k: item for k, item in files(self.remote).items() if k.partition("/")[0] not in apart}
-        for name in files(self.local).keys() - there.keys():
-            (self.local / name).unlink()
-        for name, item in there.items():
-            if not _goes_on(self.local / name, item):
-                _fetch_changed(self.remote / name, self.local / name, item)
-            if _same(self.local / name, item):
-                self._sent[name] = _state(self.local / name)
-        self.send_now()
-        self._thread.start()
-
-    def end(self) -> None:
-        """Send the rest."""
-        self._leaving.set()
-        self._wanted.set()
-        self._thread.join()
-        try:
-            self.send_now()
-        except UserError as e:
-            raise StorageError(
-                f"{e}\nthe run's newest records are in {self.local}; the same command on this machine sends them"
-            ) from None
-
-
-@contextlib.contextmanager
-def mirrored(name: str | Path, apart: tuple[str, ...] = APART) -> Iterator[Mirrored]:
-    """Work in a run folder; what is in storage is brought up to date now and then, and at the end.
-
-    Args:
-      apart: first parts of names that are written to storage by other means.
-    """
-    folder = Mirrored(name)
-    if not is_remote(name):
-        yield folder
-        return
-    folder.local.mkdir(parents=True, exist_ok=True)
-    folder.begin(apart)
-    try:
-        yield folder
-    except BaseException:
-        with contextlib.suppress(UserError):  # there is an error to report already
-            folder.end()
-        raise
-    folder.end()
 
 
 @contextlib.contextmanager
@@ -423,7 +358,7 @@ def explained(error: BaseException) -> str | None:
     return None
 
 
-def _again(request: Callable[[], T]) -> T:
+def again(request: Callable[[], T]) -> T:
     """The answer to a request; an answer that never comes is asked for again (gcsfs repeats all else by itself)."""
     for attempt in range(ATTEMPTS - 1):
         with contextlib.suppress(TimeoutError):
@@ -438,30 +373,22 @@ def each(function: Callable[[str], None], names: Iterable[str]) -> None:
         list(pool.map(function, names))
 
 
-def _fetch_changed(source: Path, target: Path, item: Item) -> None:
-    if not _same(target, item):
-        fetch_file(source, target, lambda file: None if _same(file, item) else "arrives changed")
+def fetch_changed(source: Path, target: Path, item: Item) -> None:
+    """Copy an object from storage to this machine, unless it is there as it is."""
+    if not same(target, item):
+        fetch_file(source, target, lambda file: None if same(file, item) else "arrives changed")
 
 
-def _same(file: Path, item: Item) -> bool:
+def same(file: Path, item: Item) -> bool:
     """Whether a local file has the content of an object."""
     try:
-        return file.stat().st_size == item.size and (not item.md5 or _md5(file) == item.md5)
+        return file.stat().st_size == item.size and (not item.md5 or md5_of(file) == item.md5)
     except FileNotFoundError:
         return False
 
 
-def _state(file: Path) -> tuple[int, int]:
-    status = file.stat()
-    return status.st_mtime_ns, status.st_size
-
-
-def _goes_on(file: Path, item: Item) -> bool:
-    """Whether a local file is longer than an object, and begins with its content."""
-    return bool(item.md5) and file.exists() and file.stat().st_size > item.size and _md5(file, item.size) == item.md5
-
-
-def _md5(file: Path, first: int | None = None) -> str:
+def md5_of(file: Path, first: int | None = None) -> str:
+    """The digest of a local file, or of its first bytes, as storage gives it."""
     digest, left = hashlib.md5(usedforsecurity=False), file.stat().st_size if first is None else first
     with file.open("rb") as f:
         while left and (block := f.read(min(left, 1 << 20))):

@@ -18,7 +18,7 @@ from bert_jax.finetune.loading import RESULT, RESULTS, best_of, load_encoder
 from bert_jax.finetune.task_file import TaskConfig
 from bert_jax.heads import HeadConfig
 from transformer_jax import checkpoint as checkpoints
-from transformer_jax import command, sharding, storage
+from transformer_jax import command, mirror, sharding, storage
 from transformer_jax import config as core
 from transformer_jax.config import ConfigError
 from transformer_jax.signals import StopSignal
@@ -148,7 +148,7 @@ def _finish(
     if scores.confusion:
         result["confusion"] = scores.confusion
     if jax.process_index() == 0:
-        with storage.mirrored(config.run_dir) as files:
+        with mirror.mirrored(config.run_dir) as files:
             for file in scores.write(files.local):
                 say(f"predictions: {folder / file.name}")
         text = command.json_line({"config": core.to_builtins(config), "result": result})

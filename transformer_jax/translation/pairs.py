@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from transformer_jax import records, source_files, tfds_source
+from transformer_jax import records, source_files, storage, tfds_source
 from transformer_jax.config import ConfigError, UserError, load, read_toml
 from transformer_jax.lines import lines, one_line_end
 from transformer_jax.source_files import Input
@@ -132,14 +132,17 @@ class Pair(NamedTuple):
     target: str
 
 
-def load_recipe(path: Path | str) -> PairRecipe:
+def load_recipe(path: Path | str, fetch: bool = True) -> PairRecipe:
     """The recipe in a TOML file, with its file names made absolute and its globs resolved.
+
+    Args:
+      fetch: copy files in storage (`gs://`) to this machine; without it they are an error.
 
     Raises:
       ConfigError: an unknown key (the nearest one is named), a wrong value, a file that is not there, or not as many
         files of the one side as of the other.
     """
-    path = Path(path)
+    path = storage.path(path)
     found = read_toml(path)
     if "language" in found or "heldout" in found:
         raise ConfigError(
@@ -147,7 +150,7 @@ def load_recipe(path: Path | str) -> PairRecipe:
         )
     recipe = load(PairRecipe, found, str(path))
     try:
-        sources = tuple(_absolute(s, recipe, path.absolute().parent) for s in recipe.sources)
+        sources = tuple(_absolute(s, recipe, storage.absolute(path).parent, fetch) for s in recipe.sources)
     except ConfigError as e:
         raise ConfigError(f"{path}: {e}") from None
     return dataclasses.replace(recipe, name=recipe.name or path.stem, sources=sources)
@@ -225,7 +228,7 @@ def describe(recipe: PairRecipe, digests: bool = True) -> dict[str, Any]:
 # --- which files
 
 
-def _absolute(source: PairSource, recipe: PairRecipe, folder: Path) -> PairSource:
+def _absolute(source: PairSource, recipe: PairRecipe, folder: Path, fetch: bool) -> PairSource:
     """The source with absolute file names, globs resolved, keys filled in, and a TFDS set found."""
     source = dataclasses.replace(
         source,
@@ -236,10 +239,10 @@ def _absolute(source: PairSource, recipe: PairRecipe, folder: Path) -> PairSourc
         return dataclasses.replace(source, data_dir=str(tfds_source.find(source.dataset, source.data_dir, folder)))
     if source.format != "lines":
         return dataclasses.replace(
-            source, **source_files.find(source.files, source.sha256, source.sizes, folder)._asdict()
+            source, **source_files.find(source.files, source.sha256, source.sizes, folder, fetch)._asdict()
         )
-    both = source_files.find((*source.source, *source.target), source.sha256, source.sizes, folder)
-    count = len(source_files.find(source.source, {}, {}, folder).files)
+    both = source_files.find((*source.source, *source.target), source.sha256, source.sizes, folder, fetch)
+    count = len(source_files.find(source.source, {}, {}, folder, fetch).files)
     sides = both.files[:count], both.files[count:]
     if len(sides[0]) != len(sides[1]):
         raise ConfigError(

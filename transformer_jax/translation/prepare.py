@@ -28,7 +28,7 @@ from transformer_jax.corpora import Document
 from transformer_jax.pieces import SentencePiece
 from transformer_jax.preparation import Progress, Say, short
 from transformer_jax.prepared_folder import working_copy
-from transformer_jax.run_file import with_value
+from transformer_jax.run_file import value_of, with_value
 from transformer_jax.scripts import UnknownCounter
 from transformer_jax.shards import ShardArrays, Shards
 from transformer_jax.tokenizer import WordPiece
@@ -73,7 +73,11 @@ def prepare(
     """
     if not config.data.recipe:
         raise ConfigError("data.recipe is not set; name a recipe of pairs, such as one of data/*.toml")
-    recipe = pairs.load_recipe(Path(config.data.recipe))
+    for key in ("tokenizer.source_model", "tokenizer.target_model"):
+        config = with_value(
+            config, key, str(storage.local_file(value_of(config, key))) if value_of(config, key) else ""
+        )
+    recipe = pairs.load_recipe(config.data.recipe)
     if storage.is_remote(config.data.prepared):
         with working_copy(config.data.prepared) as here:
             moved = with_value(config, "data.prepared", str(here))
@@ -343,12 +347,12 @@ def _own_model(name: str, tags: Sequence[str]) -> SentencePiece:
 
 
 def _own_wordpiece(name: str) -> WordPiece:
-    path = Path(name)
+    path = storage.path(name)
     if path.is_file():
-        return WordPiece.from_vocab_file(path, WordPieceConfig())
+        return WordPiece.from_vocab_file(storage.local_file(path), WordPieceConfig())
     for folder in (path / "tokenizer", path):
         if (folder / "vocab.txt").is_file() or (folder / "tokenizer.json").is_file():
-            return WordPiece.load(folder)
+            return WordPiece.load(storage.fetch(folder))
     raise UserError(f"tokenizer.source_wordpiece {name}: no vocab.txt or tokenizer.json is there")
 
 

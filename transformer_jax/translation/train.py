@@ -89,7 +89,7 @@ def check_prepared(config: TranslationConfig, shards: Shards, force: bool = Fals
     recipe = None
     if config.data.recipe:
         with contextlib.suppress(UserError):  # recipe and text need not be where training is
-            recipe = pairs.load_recipe(config.data.recipe)
+            recipe = pairs.load_recipe(config.data.recipe, fetch=False)
     lines = asked_otherwise(shards.manifest, config, recipe)
     return run.refuse_otherwise(config.data.prepared, lines, "transformer-jax", force)
 
