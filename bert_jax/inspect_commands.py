@@ -18,6 +18,7 @@ def add(commands: Any) -> None:
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
     sub.add_argument("file", metavar="FILE", nargs="?", help="a text a line, .gz or not (default: standard input)")
     sub.add_argument("--out", metavar="FEATURES", required=True, help="a name that ends in .npy or .parquet")
+    sub.set_defaults(writes=("out",))
     _add_features(sub, ["mean", "cls", "pooled", "tokens"])
     sub.add_argument("--dtype", choices=["float32", "float16"], default="float32")
     sub.add_argument("--max-seq-length", metavar="N", type=int, default=0, help="of a row (default: all positions)")
@@ -40,6 +41,7 @@ def add(commands: Any) -> None:
     sub.add_argument("text", metavar="TEXT")
     sub.add_argument("text_b", metavar="TEXT_B", nargs="?", help="the second text of a pair")
     sub.add_argument("--out", metavar="PAGE.html", required=True, help="one file, which needs no network")
+    sub.set_defaults(writes=("out",))
 
 
 def _add_features(sub: argparse.ArgumentParser, which: list[str]) -> None:

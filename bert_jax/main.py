@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         "file", metavar="FILE", nargs="?", help="as the task's own, or .txt: a text a line (default: stdin)"
     )
     sub.add_argument("--out", metavar="FILE", help="where to write (default: standard output)")
+    sub.set_defaults(writes=("out",))
     sub.add_argument("--threshold", type=float, help="of the null score, for questions that may have no answer")
     sub.add_argument("--json", action="store_true", help="an object a line")
 

@@ -1,5 +1,6 @@
 """gs:// paths: runs, prepared data and exports in storage, broken networks, and the copies on a machine."""
 
+import argparse
 import dataclasses
 import os
 import subprocess
@@ -21,7 +22,7 @@ from bert_jax.interop.exports import export_checkpoint
 from bert_jax.interop.imports import import_folder
 from bert_jax.pretrain import pretrain
 from bert_jax.run_page import write_run_page
-from transformer_jax import checkpoint, corpora, manifest, mirror, sharding, step_folders, storage
+from transformer_jax import checkpoint, command, corpora, manifest, mirror, sharding, step_folders, storage
 from transformer_jax.checkpoint import Checkpoints
 from transformer_jax.config import CheckpointConfig, UserError
 from transformer_jax.new_folder import check_target, new_folder
@@ -392,3 +393,16 @@ def test_a_save_that_storage_refuses_is_told_and_what_was_complete_stays(bucket,
     file = storage.path(bucket) / "checkpoints" / "6" / "data" / "metadata"
     file.write_bytes(file.read_bytes().replace(b"6", b"7"))
     assert checkpoint.read_meta(bucket)[:2] == (4, {"rows": 4})
+
+
+def test_single_files_of_a_command_are_fetched_and_sent(bucket):
+    (storage.path(bucket) / "in.txt").write_text("text")
+    args = argparse.Namespace(file=f"{bucket}/in.txt", out=f"{bucket}/out.txt", writes=("out",), overwrite=False)
+    with command.files_at_hand(args):
+        Path(args.out).write_text(Path(args.file).read_text().upper())
+    assert content_of(bucket) == {"in.txt": b"text", "out.txt": b"TEXT"}
+    again = argparse.Namespace(out=f"{bucket}/out.txt", writes=("out",), overwrite=False)
+    with pytest.raises(UserError, match="is there already"), command.files_at_hand(again):
+        pass
+    with pytest.raises(UserError, match="no such bucket or object"):
+        storage.local_file(f"{bucket}/missing.txt")

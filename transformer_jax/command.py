@@ -6,12 +6,14 @@ Libraries are imported inside the commands, so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import math
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 
 Function = Callable[[argparse.Namespace, list[str]], int]
 """A command: (its arguments, the overrides `--section.key value`) -> exit code."""
+
+
+READ = ("file", "input", "hypotheses", "references", "add_tokens")
+"""Arguments that name a file to read; those that name a file to write are in `writes` of the parsed arguments."""
 
 
 class Help(argparse.HelpFormatter):
@@ -50,7 +56,8 @@ def main(of: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
     if rest and not args.takes_overrides:
         of.error(f"unrecognised arguments: {' '.join(rest)}")
     try:
-        return int(args.function(args, rest) or 0)
+        with files_at_hand(args):
+            return int(args.function(args, rest) or 0)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
@@ -76,6 +83,32 @@ def parser(program: str, description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog=program, description=description, formatter_class=Help, add_help=False)
     made.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     return made
+
+
+@contextlib.contextmanager
+def files_at_hand(args: argparse.Namespace) -> Iterator[None]:
+    """Single files in storage (`gs://`) as files on this machine while a command runs.
+
+    What it reads is fetched, what it writes is sent when it has ended well. Folders are the business of the functions
+    that a command calls.
+    """
+    for name in READ:
+        value = getattr(args, name, None)
+        if value and storage.is_remote(value):
+            setattr(args, name, str(storage.local_file(value)))
+    written = [(name, getattr(args, name)) for name in getattr(args, "writes", ())]
+    remote = {name: storage.path(value) for name, value in written if value and storage.is_remote(value)}
+    with tempfile.TemporaryDirectory() if remote else contextlib.nullcontext("") as folder:
+        for name, target in remote.items():
+            with storage.reported(target):
+                if getattr(args, "overwrite", True) is False and target.exists():
+                    raise UserError(f"{target} is there already; name another file, or --overwrite")
+            setattr(args, name, str(Path(folder) / target.name))
+        yield
+        for target in remote.values():  # and what is written beside it
+            for file in Path(folder).iterdir():
+                storage.send_file(file, target.parent / file.name)
+                say(f"sent: {target.parent / file.name}")
 
 
 def add(commands: Any, name: str, function: Function, summary: str, overrides: bool = False) -> argparse.ArgumentParser:

@@ -15,6 +15,7 @@ from typing import Any
 from bert_jax.finetune import conll, squad_file, tables
 from bert_jax.finetune.entities import Scheme, to_iob2
 from bert_jax.finetune.task_file import FORMATS, TaskConfig, data_file
+from transformer_jax import storage
 from transformer_jax.config import ConfigError, UserError
 
 ENDINGS = {"json": "squad", "txt": "tsv", "bio": "conll", "iob": "conll", "pq": "parquet"}
@@ -82,7 +83,7 @@ def read(task: TaskConfig, name: str, labelled: bool = True) -> Records:
       UserError: the file cannot be read, a column or a label is wrong (with its line), or no example is left.
     """
     data = task.data
-    path = Path(data_file(data, name))
+    path = storage.local_file(data_file(data, name))
     kind = data.format or _format(path)
     where = str(path) if kind != "tfds" else f"{data.folder}:{name}"
     for only, wanted in (("conll", "tagging"), ("squad", "span")):

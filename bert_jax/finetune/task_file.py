@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from bert_jax.heads import Kind
 from transformer_jax import config as core
-from transformer_jax import run_file
+from transformer_jax import run_file, storage
 from transformer_jax.config import ConfigError, MeshConfig
 
 PROG = "bert-jax finetune TASK.toml"
@@ -242,7 +242,8 @@ def override(task: TaskConfig, arguments: Sequence[str], prog: str = PROG) -> Ta
 
     def here(now: Any, before: Any) -> Any:
         if isinstance(now, str):
-            return str(Path(now).expanduser().absolute()) if now and now != before else now
+            changed = now and now != before and not storage.is_remote(now)
+            return str(Path(now).expanduser().absolute()) if changed else now
         old = before if isinstance(before, dict) else {}
         return {name: here(file, old.get(name)) for name, file in now.items()}
 
@@ -265,10 +266,16 @@ def splits(name: str, files: str | Mapping[str, str]) -> dict[str, str]:
 
 def data_file(data: DataConfig, name: str) -> str:
     """Where a file of the task lies; of TFDS, the name of the split as it is."""
-    return name if data.format == "tfds" or not data.folder else str(Path(data.folder).expanduser() / name)
+    if data.format == "tfds" or not data.folder or storage.is_remote(name) or Path(name).is_absolute():
+        return name
+    if storage.is_remote(data.folder):
+        return f"{data.folder.rstrip('/')}/{name}"
+    return str(Path(data.folder).expanduser() / name)
 
 
 def _seen_from_here(data: DataConfig, folder: Path) -> DataConfig:
     """The data section with its folder as seen from the current one."""
+    if storage.is_remote(data.folder):
+        return data
     inner = Path(data.folder).expanduser()
     return dataclasses.replace(data, folder=str(inner) if inner.is_absolute() else os.path.relpath(folder / inner))

@@ -80,6 +80,7 @@ def _add_translate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
     sub.add_argument("--input", metavar="FILE", help="lines, plain or .gz (default: standard input)")
     sub.add_argument("--output", metavar="FILE", help="where translations go (default: standard output)")
+    sub.set_defaults(writes=("output",))
     numbers = (
         ("--beam", "beam_size", int, 4, "beam size; 1 is greedy search"),
         ("--alpha", "alpha", float, 0.6, "strength of the length penalty"),
