@@ -28,6 +28,8 @@ from transformer_jax.inputs import bits, count_up, derive_key
 from transformer_jax.shards import Shards
 
 Batch = dict[str, np.ndarray]
+BESIDE = {"masked": 0, "next": -1, "previous": 1}
+"""Where the head runs, counted from the piece that it predicts."""
 
 
 def check_masking(shards: Shards, config: ExamplesConfig) -> None:
@@ -142,8 +144,7 @@ class Maker:
         weights_P = np.zeros(len(rows) * self.predictions, np.float32)
         # The head runs where the piece is masked, or at its neighbour, which is of the same sequence: [CLS] or [SEP] at
         # the edges of a side.
-        beside = {"masked": 0, "next": -1, "previous": 1}[self.config.objective]
-        positions_P[cell] = place_M[picked] + beside - row_Q[owner] * self.length
+        positions_P[cell] = place_M[picked] + BESIDE[self.config.objective] - row_Q[owner] * self.length
         labels_P[cell] = labels
         weights_P[cell] = 1.0
         cls_S, next_S = (np.zeros((len(rows), self.sequences), np.int32) for _ in range(2))
@@ -285,7 +286,8 @@ def describe(shards: Shards, config: ExamplesConfig, seed: int, rows: int = 2048
     for part in np.array_split(sample, -(-len(sample) // 256)):
         batch = maker.rows(plan, derive_key(seed, "masks", 0), part)
         weights = batch["masked_lm_weights"] > 0
-        seen = np.take_along_axis(batch["input_ids"], batch["masked_lm_positions"], 1)[weights]
+        places = batch["masked_lm_positions"] - BESIDE[config.objective]  # where the predicted pieces stand
+        seen = np.take_along_axis(batch["input_ids"], places.clip(0, config.max_seq_length - 1), 1)[weights]
         content += int((batch["sequence_ids"] > 0).sum())
         picked += len(seen)
         masked += int((seen == shards.tokenizer.mask_id).sum())

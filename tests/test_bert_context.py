@@ -2,15 +2,17 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_bert
+import tiny_finetune
 import tiny_run
 
-from bert_jax import examples, pretrain, run_file
-from bert_jax.config import BertConfig, ExamplesConfig
-from bert_jax.data import PretrainingData
+from bert_jax import examples, run_file
+from bert_jax.config import BertConfig, ExamplesConfig, PretrainConfig
+from bert_jax.data import PretrainingData, describe
 from bert_jax.featurizer import FeatureConfig, Featurizer
 from bert_jax.fill_mask import fill_mask
 from bert_jax.finetune.loading import Encoder
@@ -18,26 +20,9 @@ from bert_jax.heads import BertWithHead
 from bert_jax.interop.exports import export_checkpoint
 from bert_jax.loading import load
 from bert_jax.model import BertForPreTraining
+from transformer_jax import config as core
 from transformer_jax.config import ConfigError, UserError
 from transformer_jax.shards import Shards
-
-
-def settings(folder, objective="next", context="left", **changes):
-    found = tiny_run.config(
-        folder, examples_objective=objective, examples_sentence_task="none", model_context=context,
-        examples_max_predictions_per_row=0, **changes,
-    )  # fmt: skip
-    return found
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A left-to-right run of a few steps."""
-    folder = tmp_path_factory.mktemp("left")
-    tiny_run.prepare(folder / "prepared", train=20, heldout=4)
-    found = settings(folder, train_steps=2, checkpoint_every=2, optimizer_warmup_steps=1)
-    pretrain.pretrain(found)
-    return found
 
 
 @pytest.mark.parametrize("context", ["both", "left", "right"])
@@ -50,9 +35,11 @@ def test_a_position_depends_on_what_its_context_holds_and_on_nothing_else(contex
     numbers = np.array([[1, 1, 1, 1, 1, 2]], np.int32)
     places = np.array([[0, 1, 2, 3, 4, 0]], np.int32)
 
+    apply = jax.jit(BertForPreTraining(config).apply)
+
     def run(ids):
         zeros = jnp.zeros_like(ids)
-        out = BertForPreTraining(config).apply({"params": params}, jnp.asarray(ids), zeros, places, numbers)
+        out = apply({"params": params}, jnp.asarray(ids), zeros, places, numbers)
         return np.asarray(out["sequence_output_BLH"])[0]
 
     changed = ids.copy()
@@ -76,6 +63,8 @@ def test_every_piece_is_predicted_once_from_its_neighbour_and_none_is_masked(tmp
             assert batch["input_ids"][row, place + step] == label
             assert batch["sequence_ids"][row, place + step] == batch["sequence_ids"][row, place]
             predicted[row, place + step] += 1
+    made = describe(shards, config, seed=0)
+    assert (made["share_mask"], made["share_random"], made["share_kept"]) == (0, 0, 1), "all are seen as they are"
     ordinary = ~np.isin(batch["input_ids"], [tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id])
     assert (predicted == ordinary).all() and ordinary.any()
     assert not (batch["input_ids"] == tokenizer.mask_id).any()
@@ -89,7 +78,7 @@ def test_the_head_of_a_left_to_right_model_reads_the_last_token_of_each_row():
         model = BertWithHead(dataclasses.replace(config, context=context), head)
         zeros, places = jnp.zeros_like(ids), jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
         numbers = (places < real).astype(jnp.int32)
-        return np.asarray(model.apply({"params": params}, jnp.asarray(ids), zeros, places, numbers))
+        return np.asarray(jax.jit(model.apply)({"params": params}, jnp.asarray(ids), zeros, places, numbers))
 
     ids = np.array([[2, 10, 11, 12, 3]], np.int32)
     changed = np.array([[2, 10, 11, 13, 3]], np.int32)
@@ -114,20 +103,25 @@ def test_settings_in_which_the_answer_is_seen_or_nothing_is_seen_are_refused(cha
         examples.check(ExamplesConfig(**changes), BertConfig(context=context, vocab_size=100))
 
 
-def test_a_left_to_right_run_goes_on_and_is_not_turned_into_another(trained):
-    with pytest.raises(ConfigError, match=r"model\.context"):
-        model = dataclasses.replace(trained.model, context="both")
-        masked = dataclasses.replace(trained.examples, objective="masked")
-        pretrain.pretrain(dataclasses.replace(trained, model=model, examples=masked))
-    assert run_file.config_of(load(trained.run_dir).meta).model.context == "left"
+def test_a_run_does_not_go_on_with_another_context():
+    one_way = PretrainConfig(
+        model=BertConfig(context="left"), examples=ExamplesConfig(sentence_task="none", objective="next")
+    )
+    stored = core.to_builtins(one_way)
+    assert run_file.check_resume(stored, one_way, force=False) == []
+    with pytest.raises(ConfigError, match=r"model\.context: 'left' in the checkpoint, 'both' now"):
+        run_file.check_resume(stored, PretrainConfig(), force=False)
 
 
-def test_what_such_a_model_cannot_do_is_refused(trained, tmp_path):
-    loaded = load(trained.run_dir)
+def test_what_such_a_model_cannot_do_is_refused(tmp_path):
+    run = tiny_finetune.checkpoint(tmp_path / "run", context="left")
+    loaded = load(run)
+    assert loaded.config.context == "left"
+    trained = dataclasses.replace(loaded, drawn=(), meta={"config": {"examples": {"objective": "next"}}})
     with pytest.raises(UserError, match="never seen a"):
-        fill_mask(loaded, ["[MASK]"])
+        fill_mask(trained, ["[MASK]"])
     with pytest.raises(UserError, match="stablehlo"):
-        export_checkpoint(trained.run_dir, tmp_path / "out")
+        export_checkpoint(run, tmp_path / "out")
     with pytest.raises(UserError, match="take mean"):
         Featurizer(Encoder(loaded.config, loaded.params, loaded.tokenizer), FeatureConfig(features="cls"))
 
