@@ -12,6 +12,7 @@ import emulator
 import jax
 import numpy as np
 import pytest
+import tiny_hosts
 import tiny_run
 from emulator import BUCKET
 
@@ -22,7 +23,7 @@ from bert_jax.interop.exports import export_checkpoint
 from bert_jax.interop.imports import import_folder
 from bert_jax.pretrain import pretrain
 from bert_jax.run_page import write_run_page
-from transformer_jax import checkpoint, command, corpora, manifest, mirror, sharding, step_folders, storage
+from transformer_jax import checkpoint, command, corpora, exit_codes, manifest, mirror, sharding, step_folders, storage
 from transformer_jax.checkpoint import Checkpoints
 from transformer_jax.config import CheckpointConfig, UserError
 from transformer_jax.new_folder import check_target, new_folder
@@ -299,6 +300,7 @@ KILLED = """
 import os, sys, time
 sys.path.insert(0, os.environ["TESTS"])
 import jax
+import tiny_hosts
 import tiny_run
 from bert_jax import pretrain
 from bert_jax.run_file import load_run
@@ -406,3 +408,20 @@ def test_single_files_of_a_command_are_fetched_and_sent(bucket):
         pass
     with pytest.raises(UserError, match="no such bucket or object"):
         storage.local_file(f"{bucket}/missing.txt")
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_run_in_storage_and_one_goes_on(tmp_path, bucket):
+    """DIST: one of two is killed; both leave, and one process goes on to where one process on a disk comes to."""
+    there = dataclasses.replace(tiny_hosts.settings(tmp_path), run_dir=f"{bucket}/run")
+    with tiny_hosts.Processes(tmp_path / "two", there, 2, what=("kill", 1, 10)) as two:
+        assert two.codes()[0] == exit_codes.RESTART
+    assert 4 in checkpoint.steps(there.run_dir)
+    with tiny_hosts.Processes(tmp_path / "one", there, 1) as one:
+        one.succeed()
+    with tiny_hosts.Processes(tmp_path / "disk", tiny_hosts.settings(tmp_path), 1) as disk:
+        disk.succeed()
+    assert [step for step, problems in checkpoint.verify(there.run_dir) if not problems] == [4, 8, 12]
+    found, expected = (checkpoint.read_params(run)[1] for run in (there.run_dir, tmp_path / "run"))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found, expected)
+    assert losses(there.run_dir).keys() == losses(tmp_path / "run").keys() == set(range(1, 13))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer_jax import command, config, exit_codes
+from transformer_jax import command, config, exit_codes, storage
 
 ROWS, HELDOUT, FEATURES = 103, 7, 4
 
@@ -209,7 +209,8 @@ def _command(args, rest):
     from transformer_jax.run_page import write_run_page
 
     me = os.environ.get("JAX_PROCESS_ID", "0")
-    seen = Path(f"{settings.run_dir}.rows-{me}.jsonl")
+    seen = Path(f"{storage.place(settings.run_dir)}.rows-{me}.jsonl")
+    seen.parent.mkdir(parents=True, exist_ok=True)
 
     def note(first_row, ids):
         with seen.open("a") as f:
