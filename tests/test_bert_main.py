@@ -24,13 +24,11 @@ WORDS = [w for w in tiny_run.VOCAB if w.startswith("w")]
 
 @pytest.fixture(scope="module", autouse=True)
 def one_device(tmp_path_factory):
-    before = jax.config.jax_compilation_cache_dir
-    tiny_run.cache_programs(tmp_path_factory.mktemp("programs"))
-    with pytest.MonkeyPatch.context() as patch:
+    kept = tiny_run.programs_kept(tmp_path_factory.mktemp("programs"))
+    with kept, pytest.MonkeyPatch.context() as patch:
         make_mesh = sharding.make_mesh
         patch.setattr(pretraining.sharding, "make_mesh", lambda config: make_mesh(config, jax.devices()[:1]))
         yield
-    jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.fixture

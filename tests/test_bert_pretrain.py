@@ -32,14 +32,12 @@ MAKE_MESH = sharding.make_mesh
 @pytest.fixture(scope="module", autouse=True)
 def one_device(tmp_path_factory):
     """Runs use the first device only and keep compiled programs."""
-    before = jax.config.jax_compilation_cache_dir
-    tiny_run.cache_programs(tmp_path_factory.mktemp("programs"))
-    with pytest.MonkeyPatch.context() as patch:
+    kept = tiny_run.programs_kept(tmp_path_factory.mktemp("programs"))
+    with kept, pytest.MonkeyPatch.context() as patch:
         # tiny_run calls it with devices of its own.
         one = lambda config, devices=None: MAKE_MESH(config, devices or jax.devices()[:1])  # noqa: E731
         patch.setattr(pretraining.sharding, "make_mesh", one)
         yield
-    jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,8 @@ from transformer_jax.report import read_records
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("programs")
-    before = jax.config.jax_compilation_cache_dir
-    tiny_run.cache_programs(folder)
-    yield folder
-    jax.config.update("jax_compilation_cache_dir", before)
+    with tiny_run.programs_kept(tmp_path_factory.mktemp("programs")) as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -247,10 +244,10 @@ def killed_at(path_or_step):
 
 def before(owner, name, due):
     function = getattr(owner, name)
-    def patched(*arguments):
+    def patched(*arguments, **named):
         if due(*arguments):
             kill()
-        return function(*arguments)
+        return function(*arguments, **named)
     setattr(owner, name, patched)
 
 def on_step(step, values):

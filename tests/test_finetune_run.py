@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from tiny_finetune import TASK, checkpoint, rows, task, write_tsv
-from tiny_run import Flag, cache_programs
+from tiny_run import Flag, programs_kept
 
 from bert_jax import main as program
 from bert_jax.finetune import evaluation, predict
@@ -33,9 +33,8 @@ def quiet(line: str) -> None:
 def base(tmp_path_factory):
     """The checkpoint that everything here starts from; programs are kept for the whole file."""
     folder = tmp_path_factory.mktemp("base")
-    cache_programs(folder / "programs")
-    yield checkpoint(folder / "pretrained")
-    jax.config.update("jax_compilation_cache_dir", None)
+    with programs_kept(folder / "programs"):
+        yield checkpoint(folder / "pretrained")
 
 
 @pytest.fixture(scope="module")

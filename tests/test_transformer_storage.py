@@ -271,13 +271,11 @@ def test_a_recipe_and_its_text_can_be_in_storage(tmp_path, bucket):
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
     """Runs use the first device only and keep their programs: each is compiled once."""
-    before = jax.config.jax_compilation_cache_dir
-    tiny_run.cache_programs(tmp_path_factory.mktemp("programs"))
-    with pytest.MonkeyPatch.context() as patch:
+    kept = tiny_run.programs_kept(tmp_path_factory.mktemp("programs"))
+    with kept, pytest.MonkeyPatch.context() as patch:
         make_mesh = sharding.make_mesh
         patch.setattr(pretraining.sharding, "make_mesh", lambda config: make_mesh(config, jax.devices()[:1]))
         yield
-    jax.config.update("jax_compilation_cache_dir", before)
 
 
 def settings(run_dir: object, prepared: object):

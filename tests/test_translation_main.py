@@ -22,14 +22,12 @@ COMMANDS = ("prepare", "train", "evaluate", "score", "average", "report", "verif
 
 @pytest.fixture(scope="module", autouse=True)
 def one_device(tmp_path_factory):
-    before = jax.config.jax_compilation_cache_dir
-    tiny_run.cache_programs(tmp_path_factory.mktemp("programs"))
-    with pytest.MonkeyPatch.context() as patch:
+    kept = tiny_run.programs_kept(tmp_path_factory.mktemp("programs"))
+    with kept, pytest.MonkeyPatch.context() as patch:
         make_mesh = sharding.make_mesh
         one = lambda config, devices=None: make_mesh(config, (devices or jax.devices())[:1])  # noqa: E731
         patch.setattr(sharding, "make_mesh", one)
         yield
-    jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.fixture

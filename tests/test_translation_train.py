@@ -33,14 +33,12 @@ EVERY_STEP = {"train_log_every": 1, "train_eval_every": 6}
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     """Runs use the first device only and keep compiled programs."""
-    folder, before = tmp_path_factory.mktemp("programs"), jax.config.jax_compilation_cache_dir
-    tiny_run.cache_programs(folder)
-    with pytest.MonkeyPatch.context() as patch:
+    kept = tiny_run.programs_kept(tmp_path_factory.mktemp("programs"))
+    with kept as folder, pytest.MonkeyPatch.context() as patch:
         make_mesh = sharding.make_mesh
         one = lambda config, devices=None: make_mesh(config, (devices or jax.devices())[:1])  # noqa: E731
         patch.setattr(sharding, "make_mesh", one)
         yield folder
-    jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,8 @@
 """A run small enough to be trained in a second: prepared folder, settings, and a run file."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -105,9 +107,26 @@ def cache_programs(folder: Path) -> None:
     """Keep compiled programs, so that another process, or the same run again, need not compile them."""
     import jax
 
+    # Not more than JAX's own settings: with a limit it wants a file of times beside each program, also of those that
+    # another process has written without one.
+    jax.config.update("jax_compilation_cache_max_size", -1)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@contextlib.contextmanager
+def programs_kept(folder: Path) -> Iterator[Path]:
+    """Programs are kept in `folder`, and no longer afterwards."""
+    import jax
+    from jax._src import compilation_cache
+
+    before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    compilation_cache.reset_cache()  # which otherwise stays with the folder that it has opened first
+    cache_programs(folder)
+    yield folder
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
 
 
 class Flag:
