@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -199,7 +200,10 @@ def summarise(data: Any, steps: int) -> Summary:
       data: a `jax.profiler.ProfileData`.
       steps: how many it covers.
     """
-    events = list(read_events(data))
+    with warnings.catch_warnings():
+        # Of JAX 0.12's own types on Python 3.12; as an error it would end the process from within native code.
+        warnings.filterwarnings("ignore", "builtin type event_stats", DeprecationWarning)
+        events = list(read_events(data))
     devices = {e.device for e in events}
     if not events:
         return Summary(0, 0.0, 0.0, ())
