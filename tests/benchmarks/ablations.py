@@ -7,7 +7,8 @@ entities (`home_slots_en`, entity F1) and on pairs (`bible_pairs`, accuracy), bo
 linear probe on the mean of the last layer shows what the features hold without fine-tuning; of `left_to_right` and
 `right_to_left`, also side by side, as ELMo has them. The step of the best dev score is kept, and that score is shown.
 Prepared text lies in OUT too. One thread. OUT keeps what is done: the same command goes on after a stop, also with
-more names. A line of JSON for each run, then the table of all that are done.
+more names. A line of JSON for each run, then the table of all that are done. CPU seconds are those of pretraining, of a
+run that was stopped only those since.
 """
 
 from __future__ import annotations
