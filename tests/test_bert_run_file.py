@@ -1,6 +1,7 @@
 """Run files and overrides: what they mean, what is refused and how, and what may change when a run goes on."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import tiny_run
@@ -188,3 +189,14 @@ def test_where_text_and_vocabulary_lie_may_change(tmp_path):
     """What they hold is compared; a run may be gone on with from another folder."""
     changes = {"data_recipe": "../data/x.toml", "data_prepared": "/moved", "tokenizer_vocab_file": "../v.txt"}
     assert len(run_file.check_resume(*stored_and(tmp_path, **changes), force=False)) == 3
+
+
+def test_a_key_that_is_newer_than_the_checkpoint_counts_as_its_default():
+    """A run goes on under a later version of the program, which did the same before it had the key."""
+    config = tiny_run.config(Path.cwd())
+    stored = core.to_builtins(config)
+    del stored["model"]["context"], stored["examples"]["objective"]
+    assert run_file.check_resume(stored, config, False) == []
+    other = dataclasses.replace(config, model=dataclasses.replace(config.model, context="left"))
+    with pytest.raises(ConfigError, match=r"model\.context: None in the checkpoint, 'left' now"):
+        run_file.check_resume(stored, other, False)

@@ -102,7 +102,8 @@ def check_resume(
     Raises:
       ConfigError: differences that do not fit the stored state, or that would silently make it another run.
     """
-    changed = core.differences(stored, core.to_builtins(config))
+    now = core.to_builtins(config)
+    changed = core.differences(_with_later_keys(stored, config, now), now)
     aside = ("hosts", "train.compile_cache")  # of where and how it runs, not of what it is
     changed = {key: values for key, values in changed.items() if not key.startswith(aside)}
     lines = {key: f"{key}: {old!r} in the checkpoint, {new!r} now" for key, (old, new) in changed.items()}
@@ -121,6 +122,19 @@ def check_resume(
             + "\nuse the old values, another run_dir, or --force to go on all the same"
         )  # fmt: skip
     return list(lines.values())
+
+
+def _with_later_keys(stored: Mapping[str, Any], config: Any, now: Mapping[str, Any]) -> dict[str, Any]:
+    """The stored configuration with the keys that came after it, at their defaults: what the program did before."""
+    out = dict(stored)
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), field.name
+        if name not in out:
+            if field.default is not dataclasses.MISSING and field.default == value:
+                out[name] = now[name]
+        elif dataclasses.is_dataclass(value) and isinstance(out[name], Mapping):
+            out[name] = _with_later_keys(out[name], value, now[name])
+    return out
 
 
 def write_config(folder: Path, config: Any, beside: Sequence[str] = ()) -> None:
