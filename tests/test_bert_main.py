@@ -10,13 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import pytest
 import tiny_run
 
 from bert_jax import main as program
-from bert_jax import pretrain as pretraining
-from transformer_jax import sharding
 
 COMMANDS = ("prepare", "pretrain", "evaluate", "fill-mask", "import", "export", "report", "verify")
 WORDS = [w for w in tiny_run.VOCAB if w.startswith("w")]
@@ -24,10 +21,7 @@ WORDS = [w for w in tiny_run.VOCAB if w.startswith("w")]
 
 @pytest.fixture(scope="module", autouse=True)
 def one_device(tmp_path_factory):
-    kept = tiny_run.programs_kept(tmp_path_factory.mktemp("programs"))
-    with kept, pytest.MonkeyPatch.context() as patch:
-        make_mesh = sharding.make_mesh
-        patch.setattr(pretraining.sharding, "make_mesh", lambda config: make_mesh(config, jax.devices()[:1]))
+    with tiny_run.programs_kept(tmp_path_factory.mktemp("programs")), tiny_run.one_device():
         yield
 
 

@@ -32,11 +32,7 @@ MAKE_MESH = sharding.make_mesh
 @pytest.fixture(scope="module", autouse=True)
 def one_device(tmp_path_factory):
     """Runs use the first device only and keep compiled programs."""
-    kept = tiny_run.programs_kept(tmp_path_factory.mktemp("programs"))
-    with kept, pytest.MonkeyPatch.context() as patch:
-        # tiny_run calls it with devices of its own.
-        one = lambda config, devices=None: MAKE_MESH(config, devices or jax.devices()[:1])  # noqa: E731
-        patch.setattr(pretraining.sharding, "make_mesh", one)
+    with tiny_run.programs_kept(tmp_path_factory.mktemp("programs")), tiny_run.one_device():
         yield
 
 

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import tiny_run
 
-from bert_jax import pretrain as pretraining
 from bert_jax.data import PretrainingData
 from bert_jax.pretrain import pretrain
-from transformer_jax import checkpoint, sharding
+from transformer_jax import checkpoint
 from transformer_jax.config import UserError
 from transformer_jax.report import read_records
 
@@ -31,9 +30,7 @@ def cache(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one_device(cache):
     """Runs of this file use the first device only, which compiles faster."""
-    with pytest.MonkeyPatch.context() as patch:
-        make_mesh = sharding.make_mesh
-        patch.setattr(pretraining.sharding, "make_mesh", lambda config: make_mesh(config, jax.devices()[:1]))
+    with tiny_run.one_device():
         yield
 
 

@@ -16,14 +16,13 @@ import tiny_hosts
 import tiny_run
 from emulator import BUCKET
 
-from bert_jax import pretrain as pretraining
 from bert_jax.config import DataConfig
 from bert_jax.evaluate import evaluate
 from bert_jax.interop.exports import export_checkpoint
 from bert_jax.interop.imports import import_folder
 from bert_jax.pretrain import pretrain
 from bert_jax.run_page import write_run_page
-from transformer_jax import checkpoint, command, corpora, exit_codes, manifest, mirror, sharding, step_folders, storage
+from transformer_jax import checkpoint, command, corpora, exit_codes, manifest, mirror, step_folders, storage
 from transformer_jax.checkpoint import Checkpoints
 from transformer_jax.config import CheckpointConfig, UserError
 from transformer_jax.new_folder import check_target, new_folder
@@ -271,10 +270,7 @@ def test_a_recipe_and_its_text_can_be_in_storage(tmp_path, bucket):
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
     """Runs use the first device only and keep their programs: each is compiled once."""
-    kept = tiny_run.programs_kept(tmp_path_factory.mktemp("programs"))
-    with kept, pytest.MonkeyPatch.context() as patch:
-        make_mesh = sharding.make_mesh
-        patch.setattr(pretraining.sharding, "make_mesh", lambda config: make_mesh(config, jax.devices()[:1]))
+    with tiny_run.programs_kept(tmp_path_factory.mktemp("programs")), tiny_run.one_device():
         yield
 
 

@@ -9,12 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import pytest
 import tiny_run
 import tiny_translation_run as tiny
 
-from transformer_jax import sharding
 from transformer_jax.translation import main as program
 
 COMMANDS = ("prepare", "train", "evaluate", "score", "average", "report", "verify")
@@ -22,11 +20,7 @@ COMMANDS = ("prepare", "train", "evaluate", "score", "average", "report", "verif
 
 @pytest.fixture(scope="module", autouse=True)
 def one_device(tmp_path_factory):
-    kept = tiny_run.programs_kept(tmp_path_factory.mktemp("programs"))
-    with kept, pytest.MonkeyPatch.context() as patch:
-        make_mesh = sharding.make_mesh
-        one = lambda config, devices=None: make_mesh(config, (devices or jax.devices())[:1])  # noqa: E731
-        patch.setattr(sharding, "make_mesh", one)
+    with tiny_run.programs_kept(tmp_path_factory.mktemp("programs")), tiny_run.one_device():
         yield
 
 

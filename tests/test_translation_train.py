@@ -33,11 +33,7 @@ EVERY_STEP = {"train_log_every": 1, "train_eval_every": 6}
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     """Runs use the first device only and keep compiled programs."""
-    kept = tiny_run.programs_kept(tmp_path_factory.mktemp("programs"))
-    with kept as folder, pytest.MonkeyPatch.context() as patch:
-        make_mesh = sharding.make_mesh
-        one = lambda config, devices=None: make_mesh(config, (devices or jax.devices())[:1])  # noqa: E731
-        patch.setattr(sharding, "make_mesh", one)
+    with tiny_run.programs_kept(tmp_path_factory.mktemp("programs")) as folder, tiny_run.one_device():
         yield folder
 
 

@@ -129,6 +129,19 @@ def programs_kept(folder: Path) -> Iterator[Path]:
     compilation_cache.reset_cache()
 
 
+@contextlib.contextmanager
+def one_device() -> Iterator[None]:
+    """Runs that name no devices use the first alone, which compiles faster."""
+    import jax
+    import pytest
+
+    make_mesh = sharding.make_mesh
+    with pytest.MonkeyPatch.context() as patch:
+        first = lambda config, devices=None: make_mesh(config, devices or jax.devices()[:1])  # noqa: E731
+        patch.setattr(sharding, "make_mesh", first)
+        yield
+
+
 class Flag:
     """A stop signal that a test raises by hand."""
 
