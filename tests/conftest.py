@@ -1,7 +1,10 @@
-"""Every test sees 8 simulated devices, strict ranks and dtypes, and no network."""
+"""Every test sees 8 simulated devices, strict ranks and dtypes, no network, and none of the user's compiled programs."""
 
+import atexit
 import importlib.metadata
 import os
+import shutil
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # The tests compile far more than they compute: without the compiler's optimisations they need half the time. The second
@@ -12,6 +15,9 @@ os.environ["XLA_FLAGS"] = (
     + os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
 )
+# Commands keep compiled programs in the user's cache folder: here in one that this process, and those it starts, share.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="test-cache-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -288,13 +288,19 @@ def validation_translate(
 ) -> list[str] | None:
     """Translations of held-out lines during training; None if `stop` asked to leave half-way.
 
-    With several processes each translates all lines on devices of its own.
+    With several processes each translates all lines on devices of its own; one uses the devices that hold the
+    parameters.
+
+    Args:
+      params: on the mesh of the training.
     """
-    devices = jax.local_devices()
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
+        devices = jax.local_devices()
         params = multihost_utils.process_allgather(params, tiled=True)
+    else:
+        devices = list(jax.tree.leaves(params)[0].sharding.mesh.devices.flat)
     settings = TranslateSettings(
         DecodeSettings(beam_size=config.validation.beam_size, min_length=1),
         max_source_length=config.examples.max_source_length,
