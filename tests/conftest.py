@@ -1,4 +1,4 @@
-"""Every test sees 8 simulated devices, strict ranks and dtypes, no network, and none of the user's compiled programs."""
+"""Every test sees 8 simulated devices, strict ranks and dtypes, no network, and no programs kept by others."""
 
 import atexit
 import importlib.metadata
@@ -17,12 +17,12 @@ os.environ["XLA_FLAGS"] = (
 )
 # Commands keep compiled programs in the user's cache folder: here in one that this process, and those it starts, share.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="test-cache-")
-atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import jax
 
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

@@ -7,13 +7,12 @@ import os
 import shutil
 import sys
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tiny_tfds
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -314,36 +313,7 @@ def test_parquet_without_its_package_names_it(tmp_path: Path, monkeypatch: pytes
 
 @pytest.fixture(scope="module")
 def tfds_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_articles(tmp_path_factory.mktemp("tfds"), "array_record")
-
-
-def make_articles(root: Path, file_format: str) -> Path:
-    """A set of five articles, written by TFDS itself, without TensorFlow."""
-    import tensorflow_datasets as tfds
-
-    with tfds.core.registered.skip_registration():
-
-        class Articles(tfds.core.GeneratorBasedBuilder):  # type: ignore[misc]
-            VERSION = tfds.core.Version("1.2.0")
-
-            def _info(self) -> object:
-                features = tfds.features.FeaturesDict(
-                    {"text": tfds.features.Text(), "title": tfds.features.Text(), "id": np.int64}
-                )
-                return tfds.core.DatasetInfo(builder=self, features=features)
-
-            def _split_generators(self, dl_manager: object) -> object:
-                return {"train": self._generate_examples()}
-
-            def _generate_examples(self) -> Iterator[tuple[int, dict[str, object]]]:
-                for i in range(5):
-                    yield (
-                        i,
-                        {"text": f"Article {i} é.\nSecond line. It goes on.\n\nNext.", "title": f"Title {i}", "id": i},
-                    )
-
-    Articles(data_dir=root, file_format=file_format).download_and_prepare()
-    return root
+    return tiny_tfds.make_articles(tmp_path_factory.mktemp("tfds"), "array_record")
 
 
 def articles(folder: Path, root: Path, *settings: str) -> corpora.Recipe:
@@ -392,7 +362,7 @@ def test_a_tfds_set_in_another_format_stops_with_the_command(tmp_path: Path, fil
 
 
 def test_a_parquet_set_is_copied_to_array_record(tmp_path: Path, tfds_root: Path) -> None:
-    make_articles(tmp_path, "parquet")
+    tiny_tfds.make_articles(tmp_path, "parquet")
     found = articles(tmp_path, tmp_path)
     with pytest.raises(UserError, match="in the format parquet"):
         read(found)

@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 import tiny_hosts
 import tiny_run
+import tiny_tfds
+import tiny_translation_run
 from emulator import BUCKET
 
 from bert_jax.config import DataConfig
 from bert_jax.evaluate import evaluate
+from bert_jax.finetune import tables
 from bert_jax.interop.exports import export_checkpoint
 from bert_jax.interop.imports import import_folder
 from bert_jax.pretrain import pretrain
@@ -29,6 +32,7 @@ from transformer_jax.new_folder import check_target, new_folder
 from transformer_jax.prepared_folder import working_copy
 from transformer_jax.report import read_records
 from transformer_jax.shards import Shards
+from transformer_jax.translation.loading import read_vocabularies
 
 
 @pytest.fixture(scope="module")
@@ -265,6 +269,32 @@ def test_a_recipe_and_its_text_can_be_in_storage(tmp_path, bucket):
     assert read(f"{bucket}/recipe.toml")[0] == [["one"], ["two"], ["four"]]
     with pytest.raises(UserError, match="is in storage"):
         corpora.load_recipe(f"{bucket}/recipe.toml", fetch=False)
+
+
+def test_a_tfds_set_can_be_in_storage(tmp_path, bucket):
+    tiny_tfds.make_articles(tmp_path / "sets", "array_record")
+    storage.send(tmp_path / "sets", storage.path(bucket) / "sets")
+    recipe = 'name = "there"\n[[sources]]\nformat = "tfds"\ndataset = "articles"\ndata_dir = "{}"\n'
+    for name, place in (("here", tmp_path / "sets"), ("there", f"{bucket}/sets")):
+        (tmp_path / f"{name}.toml").write_text(recipe.format(place))
+    here, there = (corpora.load_recipe(tmp_path / f"{name}.toml") for name in ("here", "there"))
+    assert [d.sentences for d in corpora.documents(there)] == [d.sentences for d in corpora.documents(here)]
+    titles = [
+        tables.from_tfds(f"{place}/articles/1.2.0", "train", ["title"])
+        for place in (tmp_path / "sets", f"{bucket}/sets")
+    ]
+    assert titles[0] == titles[1] and len(titles[0].rows) == 5
+    with pytest.raises(UserError, match="is in storage"):
+        corpora.load_recipe(tmp_path / "there.toml", fetch=False)
+    with pytest.raises(UserError, match=r"gs://.*nothing in a form that can be read.*--data-dir gs://"):
+        tables.from_tfds(f"{bucket}/nothing", "train", ["title"])
+
+
+def test_vocabularies_of_translation_can_be_in_storage(tmp_path, bucket):
+    here = tiny_translation_run.vocabularies()
+    here.save(tmp_path / "run" / "tokenizer")
+    storage.send(tmp_path / "run", storage.path(bucket) / "run")
+    assert read_vocabularies(f"{bucket}/run").digest == here.digest
 
 
 @pytest.fixture(scope="module")

@@ -183,9 +183,10 @@ def describe(recipe: Recipe, digests: bool = True) -> dict[str, Any]:
 def _absolute(source: Source, folder: Path, fetch: bool) -> Source:
     """The source with absolute file names, globs resolved, and a TFDS set found."""
     if source.format == "tfds":
-        return dataclasses.replace(source, data_dir=str(tfds_source.find(source.dataset, source.data_dir, folder)))
-    found = source_files.find(source.files, source.sha256, source.sizes, folder, fetch)
-    return dataclasses.replace(source, **found._asdict())
+        found = tfds_source.find(source.dataset, source.data_dir, folder, fetch)
+        return dataclasses.replace(source, data_dir=str(found))
+    files = source_files.find(source.files, source.sha256, source.sizes, folder, fetch)
+    return dataclasses.replace(source, **files._asdict())
 
 
 def _inputs(recipe: Recipe) -> list[Input]:

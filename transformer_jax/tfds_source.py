@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from transformer_jax import storage
 from transformer_jax.config import ConfigError, UserError, nearest
 from transformer_jax.source_files import Input
 
@@ -15,13 +16,30 @@ RECORDS = 512
 """Records read at once."""
 
 
-def find(dataset: str, data_dir: str, folder: Path) -> Path:
+def find(dataset: str, data_dir: str, folder: Path, fetch: bool = True) -> Path:
     """The folder of the prepared set: data_dir itself, or its newest version below data_dir/dataset.
+
+    A set in storage is copied to this machine, all its splits, since array_record files are read at random.
+
+    Args:
+      folder: what a relative data_dir is relative to.
+      fetch: without it a set in storage is an error.
 
     Raises:
       ConfigError: it is not there; the message names the command that makes it.
     """
-    root = folder / Path(data_dir or "~/tensorflow_datasets").expanduser()
+    if storage.is_remote(data_dir):
+        root = storage.path(data_dir)
+    else:
+        local = Path(data_dir or "~/tensorflow_datasets").expanduser()
+        root = local if local.is_absolute() else folder / local
+    if storage.is_remote(root) and not fetch:
+        raise ConfigError(f"{root} is in storage")
+    with storage.reported(root):
+        return storage.fetch(_version(root, dataset))
+
+
+def _version(root: Path, dataset: str) -> Path:
     if (root / "dataset_info.json").is_file():
         return root
     below = root / dataset

@@ -183,7 +183,7 @@ def _table(task: TaskConfig, kind: str, path: Path, name: str, columns: list[str
     if kind == "parquet":
         return tables.from_parquet(path, columns)
     if kind == "tfds":
-        return tables.from_tfds(Path(data.folder).expanduser(), name, columns, data.encoding_errors)
+        return tables.from_tfds(data.folder, name, columns, data.encoding_errors)
     quoted = data.quoting == "double" or (data.quoting == "auto" and kind == "csv")
     separator = "," if kind == "csv" else "\t"
     return tables.from_separated(path, columns, separator, quoted, data.header, data.encoding_errors)

@@ -165,7 +165,7 @@ def _named(value: Any, names: list[str] | None) -> Any:
     return names[value] if 0 <= value < len(names) else None
 
 
-def from_tfds(folder: Path, split: str, columns: Sequence[str], errors: str = "strict") -> Table:
+def from_tfds(folder: str, split: str, columns: Sequence[str], errors: str = "strict") -> Table:
     """A split of a TFDS set in array_record; class numbers become their names, and -1 (no label) None.
 
     Args:
@@ -174,9 +174,9 @@ def from_tfds(folder: Path, split: str, columns: Sequence[str], errors: str = "s
     Raises:
       UserError: no set there, a feature that it does not have, a split that cannot be read.
     """
-    source = types.SimpleNamespace(dataset=folder.name, split=split, encoding_errors=errors)
-    path = tfds_source.find("", str(folder.absolute()), Path())
-    item = Input(source, f"{folder.name}:{split}", path)
+    name = Path(folder).name
+    source = types.SimpleNamespace(dataset=name, split=split, encoding_errors=errors)
+    item = Input(source, f"{name}:{split}", tfds_source.find("", folder or ".", Path.cwd()))
     data, features = tfds_source.opened(item)
     for column in columns:
         if column not in features:

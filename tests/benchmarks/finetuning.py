@@ -3,6 +3,7 @@
     python tests/benchmarks/finetuning.py OUT --from FOLDER                      the four tasks of TASKS marked with *
     python tests/benchmarks/finetuning.py OUT --from RUN tang_poets              one task, from a run of ours
     python tests/benchmarks/finetuning.py OUT --from RUN --sides ours,random sms_spam   what pretraining is worth
+    python tests/benchmarks/finetuning.py OUT --from FOLDER TASK.toml            another task file (sentiment_tasks.py)
 
 Sides: `ours` is `bert-jax finetune`; `transformers` is a plain loop around the BertFor... class of the kind, from the
 same weights (of a run of ours: from its export); `transformers_truncated` draws its head from a normal distribution cut
@@ -56,6 +57,8 @@ TASKS = {  # rows: a multiple of BATCH, so that no batch has fillers
     "home_slots_en": Settings(1024, 16, 1, 3e-4),  # *
     "sms_spam": Settings(512, 48, 1, 1e-4),  # *
     "bible_pairs": Settings(480, 64, 1, 1e-4),  # *
+    "movie_sentiment": Settings(1024, 48, 1, 1e-4, False),
+    "tweets_rating": Settings(1024, 48, 2, 1e-4, False),
     "tang_poets": Settings(2048, 64, 3, 1e-3, False),
     "home_intents_zh": Settings(2048, 32, 3, 1e-3, False),
 }
@@ -65,7 +68,7 @@ BATCH = 16
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="OUT", type=Path, help="folder for runs and results")
-    parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(TASKS)}")
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(TASKS)}; or such a task's file")
     parser.add_argument("--from", dest="encoder", required=True, help="a run of ours, or a Hugging Face folder")
     parser.add_argument("--sides", default="ours,transformers", help="two of those above")
     parser.add_argument("--seeds", default="0,1,2,3,4")
@@ -74,7 +77,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, help="likewise")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # SIDE:SEED, in the process of one training
     options = parser.parse_intermixed_args()
-    unknown = set(options.tasks) - set(TASKS)
+    unknown = {Path(task).stem for task in options.tasks} - set(TASKS)
     if unknown:
         parser.error(f"unknown tasks: {', '.join(sorted(unknown))}")
     return options
@@ -83,13 +86,13 @@ def parse() -> argparse.Namespace:
 def settings(options: argparse.Namespace, name: str) -> Settings:
     """Those of TASKS with what the command line changes."""
     given = {"rows": options.rows, "epochs": options.epochs, "learning_rate": options.rate}
-    return TASKS[name]._replace(**{key: value for key, value in given.items() if value})
+    return TASKS[Path(name).stem]._replace(**{key: value for key, value in given.items() if value})
 
 
 def shortened(source: Path, rows: int, target: Path) -> Path:
     """The first examples of a training file, lines of a TSV file or sentences of a CoNLL file."""
-    with gzip.open(source, "rt", encoding="utf-8") as file:
-        text = file.read()
+    with gzip.open(source) if source.name.endswith(".gz") else source.open("rb") as file:
+        text = file.read().decode("utf-8")
     if ".conll" in source.name:
         found = "\n\n".join(text.strip("\n").split("\n\n")[:rows]) + "\n"
     else:
@@ -104,7 +107,7 @@ def load_task(name: str, seed: int, settings: Settings, out: Path) -> Any:
     """The task with a short training file, its test file as dev, and these settings."""
     from bert_jax.finetune import task_file
 
-    task = task_file.load_task(ROOT / "launch" / "tasks" / f"{name}.toml")
+    task = task_file.load_task(Path(name) if name.endswith(".toml") else ROOT / "launch" / "tasks" / f"{name}.toml")
     folder = Path(task.data.folder)
     train = shortened(folder / task.data.train, settings.rows, out / "data")
     assert isinstance(task.data.test, str)
@@ -206,10 +209,13 @@ def transformers(task: Any, folder: str, truncated: bool) -> dict[str, Any]:
         for group in optimizer.param_groups:
             group["lr"] = float(rates[step])
         found = logits(batch)
-        labels = torch.from_numpy(batch["labels"]).long()
+        labels = torch.from_numpy(batch["labels"])
         if labels.ndim == 2:
             labels = labels[:, : found.shape[1]].reshape(-1)
-        loss = torch.nn.functional.cross_entropy(found.flatten(0, -2), labels, ignore_index=-1)
+        if task.kind == "regression":
+            loss = torch.nn.functional.mse_loss(found[:, 0], labels)
+        else:
+            loss = torch.nn.functional.cross_entropy(found.flatten(0, -2), labels.long(), ignore_index=-1)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), t.clip_norm)
@@ -240,14 +246,14 @@ def one(options: argparse.Namespace, name: str) -> None:
     side, seed = options.only.split(":")
     from transformer_jax import command
 
-    task = load_task(name, int(seed), settings(options, name), options.out / name)
-    run = options.out / name / f"{side}_seed{seed}"
+    task = load_task(name, int(seed), settings(options, name), options.out / Path(name).stem)
+    run = options.out / task.name / f"{side}_seed{seed}"
     if side.startswith("transformers"):
         found = transformers(task, options.encoder, side != "transformers")
     else:
         found = ours(task, options.encoder, run, side == "random")
     s = settings(options, name)
-    line = {"task": name, "side": side, "seed": int(seed), "metric": task.best_metric, "rows": s.rows}
+    line = {"task": task.name, "side": side, "seed": int(seed), "metric": task.best_metric, "rows": s.rows}
     line |= {"epochs": s.epochs, "max_seq_length": s.max_seq_length, "learning_rate": task.train.learning_rates[0]}
     print(command.json_line(line | found), flush=True)
 
@@ -308,7 +314,7 @@ def main() -> None:
     for name in names:
         for seed in map(int, options.seeds.split(",")):
             for side in sides:
-                if any((x["task"], x["seed"], x["side"]) == (name, seed, side) for x in found):
+                if any((x["task"], x["seed"], x["side"]) == (Path(name).stem, seed, side) for x in found):
                     continue
                 encoder = exported(options.encoder, options.out) if side.startswith("transformers") else options.encoder
                 command = [sys.executable, __file__, str(options.out), name, "--from", encoder]
@@ -323,7 +329,7 @@ def main() -> None:
                 with log.open("a") as file:
                     file.write(line + "\n")
                 print(line, flush=True)
-    print(table([x for x in found if x["task"] in names], sides))
+    print(table([x for x in found if x["task"] in {Path(name).stem for name in names}], sides))
 
 
 if __name__ == "__main__":

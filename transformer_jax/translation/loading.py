@@ -47,7 +47,7 @@ def read_vocabularies(name: str | Path) -> Vocabularies:
         raise UserError(f"{folder}: no such folder; name a run folder, or a folder in Marian's format")
     if marian.is_folder(folder):
         return marian.read_vocabularies(storage.fetch(folder))
-    return Vocabularies.load(folder / "tokenizer")
+    return Vocabularies.load(storage.fetch(folder / "tokenizer"))
 
 
 def load(checkpoint: str | Path) -> Loaded:

@@ -236,7 +236,8 @@ def _absolute(source: PairSource, recipe: PairRecipe, folder: Path, fetch: bool)
         target_key=source.target_key or recipe.target_language,
     )
     if source.format == "tfds":
-        return dataclasses.replace(source, data_dir=str(tfds_source.find(source.dataset, source.data_dir, folder)))
+        found = tfds_source.find(source.dataset, source.data_dir, folder, fetch)
+        return dataclasses.replace(source, data_dir=str(found))
     if source.format != "lines":
         return dataclasses.replace(
             source, **source_files.find(source.files, source.sha256, source.sizes, folder, fetch)._asdict()
