@@ -1,7 +1,7 @@
 #!/bin/sh
 # A run on one TPU slice of Google Kubernetes Engine: fills in launch/gke_jobset.yaml. Not yet run on a cluster.
 #
-#   launch/gke.sh COMMAND --name NAME [options]
+#   launch/gke.sh COMMAND --name NAME [options] [-- --key value ...]
 #
 #   render    print the manifest
 #   apply     kubectl apply it
@@ -25,6 +25,8 @@
 # --check         not set: 20 steps, a kill, the rest and an export into the run folder, in place of the run (15 minutes)
 # --namespace     kubectl's own setting
 # --dry-run       print the manifest and the command, and run nothing
+#
+# What stands after -- goes to the program, as in: -- --train.batch_size 4096
 set -eu
 
 template=$(dirname "$0")/gke_jobset.yaml
@@ -36,8 +38,12 @@ fail() {
 
 usage() { sed -n '2,/^set -eu/{/^set -eu/d;s/^# \{0,1\}//;p;}' "$0"; }
 
-# must VALUE WHAT PATTERN EXAMPLE: an error where a value does not match as a whole.
-must() { printf '%s\n' "$1" | grep -Eqx -e "$3" || fail "$2 is '$1'; it must look like $4"; }
+# must VALUE WHAT PATTERN EXAMPLE: an error where a value does not match as a whole. grep looks at lines one by one.
+must() {
+  case $1 in *"
+"*) fail "$2 has more than one line; it must look like $4" ;; esac
+  printf '%s\n' "$1" | grep -Eqx -e "$3" || fail "$2 is '$1'; it must look like $4"
+}
 
 commands='render, apply, status, logs or delete'
 case ${1:-} in
@@ -57,6 +63,10 @@ while [ $# -gt 0 ]; do
   case $1 in
     --spot) spot=1 ;;
     --check) check=1 ;;
+    --)
+      shift
+      break
+      ;;
     --dry-run) dry=1 ;;
     --name | --image | --run-file | --claim | --program | --run-dir | --prepared | --accelerator | --topology | \
       --chips | --restarts | --namespace)
@@ -82,9 +92,21 @@ while [ $# -gt 0 ]; do
   shift
 done
 
+case $command in
+  render | apply) ;;
+  *) [ $# -eq 0 ] || fail "$command takes nothing after --" ;;
+esac
 [ "$name" ] || fail "no name; give --name NAME"
 must "$name" --name '[a-z]([a-z0-9-]{0,38}[a-z0-9])?' 'bert-1: up to 40 small letters, digits and dashes'
 [ -z "$namespace" ] || must "$namespace" --namespace '[a-z0-9]([a-z0-9-]*[a-z0-9])?' training
+
+# The lines of the manifest with the words after --, which are JSON strings there. A | would end sed's text.
+keys() {
+  for word in "$@"; do
+    case $word in *[!A-Za-z0-9_./:=@%+,-]*) fail "'$word': of keys and values only letters, digits and _./:=@%+,- can be given" ;; esac
+    printf '                    - "%s"\\n' "$word"
+  done
+}
 
 render() {
   for given in "--image $image" "--run-file $run_file" "--claim $claim"; do
@@ -101,7 +123,7 @@ render() {
   [ "$run_dir" ] || run_dir=/mnt/runs/$name
   [ "$prepared" ] || prepared=/mnt/runs/prepared/$(basename "$run_file" .toml)
   must "$run_dir" --run-dir '/mnt/runs/[A-Za-z0-9._/-]+' /mnt/runs/NAME
-  must "$prepared" --prepared '/[A-Za-z0-9._/-]+' /mnt/runs/prepared/NAME
+  must "$prepared" --prepared '/mnt/runs/[A-Za-z0-9._/-]+' /mnt/runs/prepared/NAME
   case $program in
     bert-jax) verb=pretrain ;;
     transformer-jax) verb=train ;;
@@ -109,12 +131,13 @@ render() {
   esac
   all=$(($(printf %s "$topology" | tr x '*')))
   [ $((all % chips)) -eq 0 ] || fail "--topology $topology is $all chips, which hosts of --chips $chips do not make up"
+  more=$(keys "$@")
   # Lines that are marked FILL_IN_TRAINING start the loop around a run; a check is made once.
   trains='s/  # FILL_IN_TRAINING$//' option=--run_dir
   if [ "$check" ]; then trains='/# FILL_IN_TRAINING$/d' option=--out verb=check restarts=0; fi
   # Lines that are marked FILL_IN_SPOT stay for spot nodes alone, without the mark.
   if [ "$spot" ]; then spots='s/  # FILL_IN_SPOT$//'; else spots='/# FILL_IN_SPOT$/d'; fi
-  sed -e '/^#/d' -e "$spots" \
+  sed -e '/^#/d' -e "$spots" -e "s|^ *- \"FILL_IN_KEYS\"$|${more%??}|" -e '/^$/d' \
     -e "$trains" -e "s|FILL_IN_OPTION|$option|" -e "s|FILL_IN_NAME|$name|" -e "s|FILL_IN_RESTARTS|$restarts|" -e "s|FILL_IN_HOSTS|$((all / chips))|" \
     -e "s|FILL_IN_ACCELERATOR|$accelerator|" -e "s|FILL_IN_TOPOLOGY|$topology|" -e "s|FILL_IN_IMAGE|$image|" \
     -e "s|FILL_IN_RUN_DIR|$run_dir|" -e "s|FILL_IN_PROGRAM|$program|" -e "s|FILL_IN_VERB|$verb|" \
@@ -135,9 +158,9 @@ kube() {
 [ "$dry" ] || [ "$command" = render ] || command -v kubectl >/dev/null || fail "kubectl is not on the PATH"
 
 case $command in
-  render) render ;;
+  render) render "$@" ;;
   apply)
-    manifest=$(render)
+    manifest=$(render "$@")
     if [ "$dry" ]; then
       printf '%s\n' "$manifest"
       kube apply --filename=-

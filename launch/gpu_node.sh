@@ -44,6 +44,9 @@ case $program in
 esac
 
 case ${1:-} in
+  -h | --help | help)
+    sed -n '2,/^set -eu/{/^set -eu/d;s/^# \{0,1\}//;p;}' launch/gpu_node.sh
+    ;;
   install)
     [ $# -eq 1 ] || fail "install takes nothing more"
     do_it make .venv/complete

@@ -6,17 +6,21 @@
 75 and 128 + N (ended by a signal) are started again; 130 and 143 (stopped), 0, 2 and codes that the programs do not
 have are not; 1 is tried three times in all. It also gives up, with exit code 1, when the newest complete checkpoint of
 RUN has not moved over `--no-progress` starts. Otherwise its exit code is the command's. SIGTERM and Ctrl-C are passed
-on, after which nothing is started again.
+on, after which nothing is started again; a terminal that closes (SIGHUP) counts as SIGTERM. Where this loop itself is
+killed, the command gets SIGTERM (on Linux).
 
 On several hosts each runs this loop with the same options; pauses have no random part, so that all come back together.
-Nothing but Python 3.8 is needed.
+Nothing but Python 3.8 is needed. Progress in a bucket (`--run-dir gs://...`) is asked of the Python beside COMMAND,
+which can read buckets.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +32,7 @@ from typing import NoReturn
 DONE, FAULT, MISTAKE, RESTART = 0, 1, 2, 75
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 NOT_FOUND = 127
-PASSED_ON = (signal.SIGTERM, signal.SIGINT)
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME = 1.0
 """Seconds within which a signal that comes again is the same one: schedulers often send it in two ways, and the
 programs leave without a save at the second."""
@@ -57,9 +61,30 @@ class Tally:
     faults: int = 0
 
 
-def newest_step(run: Path) -> int:
-    """The newest complete step of a run folder, 0 where there is none: a step is complete once it has its digests."""
-    found = (run / "checkpoints").glob("*/digests.json")
+ASK = """import sys
+from transformer_jax import step_folders
+print(max(step_folders.steps(sys.argv[1]), default=0))"""
+"""What the Python of the command is asked of a run folder in a bucket."""
+ASK_SECONDS = 120
+
+
+def newest_step(run: str, command: list[str], known: int = 0) -> int:
+    """The newest complete step of a run folder, 0 where there is none: a step is complete once it has its digests.
+
+    Args:
+      known: taken where a bucket cannot be asked.
+    """
+    if run.startswith("gs://"):
+        python = Path(shutil.which(command[0]) or command[0]).with_name("python")
+        try:
+            done = subprocess.run(
+                [str(python), "-c", ASK, run], stdout=subprocess.PIPE, timeout=ASK_SECONDS, check=True
+            )
+            return int(done.stdout)
+        except (OSError, subprocess.SubprocessError, ValueError) as e:
+            say(f"the steps of {run} cannot be seen, so progress is not noticed: {e}")
+            return known
+    found = (Path(run) / "checkpoints").glob("*/digests.json")
     return max((int(path.parent.name) for path in found if path.parent.name.isdigit()), default=0)
 
 
@@ -102,7 +127,7 @@ def gave_up(code: int, why: str) -> int:
 class Loop:
     """The command, again and again."""
 
-    def __init__(self, command: list[str], run: Path, limits: Limits):
+    def __init__(self, command: list[str], run: str, limits: Limits):
         self.command, self.run_dir, self.limits = command, run, limits
         self.child: subprocess.Popen[bytes] | None = None
         self.asked, self.asked_at = 0, 0.0
@@ -110,11 +135,14 @@ class Loop:
     def run(self) -> int:
         """Until there is no reason to start again; the exit code."""
         for number in PASSED_ON:
-            signal.signal(number, self._pass_on)
-        tally = Tally(newest_step(self.run_dir))
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, self._pass_on)
+        step = newest_step(self.run_dir, self.command)
+        tally = Tally(step)
         while True:
             code = self._once()
-            tally, pause, why = after(code, tally, newest_step(self.run_dir), self.limits)
+            step = newest_step(self.run_dir, self.command, step)
+            tally, pause, why = after(code, tally, step, self.limits)
             if self.asked and pause >= 0:
                 pause, why = -1, f"{signal.Signals(self.asked).name} came, so it is not started again"
             say(f"exit code {code}: {why}")
@@ -132,12 +160,12 @@ class Loop:
         try:
             # A session of its own: Ctrl-C of a terminal would otherwise reach the command twice, and the second signal
             # makes it leave without a save.
-            self.child = subprocess.Popen(self.command, start_new_session=True)
+            self.child = subprocess.Popen(self.command, start_new_session=True, preexec_fn=_end_with_this)
         except OSError as e:
             say(f"cannot start {self.command[0]}: {e.strerror}")
             return NOT_FOUND
         if self.asked:  # before the child was known
-            self.child.send_signal(self.asked)
+            self.child.send_signal(_as_sent(self.asked))
         code = self.child.wait()
         self.child = None
         return code if code >= 0 else 128 - code
@@ -148,7 +176,18 @@ class Loop:
             return
         self.asked, self.asked_at = number, now
         if self.child is not None:
-            self.child.send_signal(number)
+            self.child.send_signal(_as_sent(number))
+
+
+def _as_sent(number: int) -> int:
+    """The signal that asks the programs to save and leave; SIGHUP would end them at once."""
+    return signal.SIGTERM if number == signal.SIGHUP else number
+
+
+def _end_with_this() -> None:
+    """In the command, before it begins: have it sent SIGTERM when the loop is gone, where the system can do that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def say(line: str) -> None:
@@ -156,7 +195,7 @@ def say(line: str) -> None:
     print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} restart: {line}", file=sys.stderr, flush=True)
 
 
-def read_arguments(words: list[str]) -> tuple[list[str], Path, Limits, bool]:
+def read_arguments(words: list[str]) -> tuple[list[str], str, Limits, bool]:
     """The command, the run folder, the limits, and whether to print only."""
     parser = argparse.ArgumentParser(
         prog="restart.py",
@@ -171,7 +210,7 @@ def read_arguments(words: list[str]) -> tuple[list[str], Path, Limits, bool]:
     parser.error = refuse  # type: ignore[method-assign]
     limits = Limits()
     add = parser.add_argument
-    add("--run-dir", type=Path, required=True, help="the run's folder, in whose checkpoints/ progress is seen")
+    add("--run-dir", required=True, help="the run's folder, in whose checkpoints/ progress is seen; may be gs://")
     add("--pause", type=float, default=limits.pause, help="seconds before the first new start (%(default)g)")
     add("--longest", type=float, default=limits.longest, help="longest pause in seconds (%(default)g)")
     add("--faults", type=int, default=limits.faults, help="ends with exit code 1 to give up at (%(default)s)")
@@ -181,7 +220,7 @@ def read_arguments(words: list[str]) -> tuple[list[str], Path, Limits, bool]:
     args = parser.parse_args(own)
     if not mark or not command:
         refuse("no command is given; write it after --")
-    if args.pause < 0 or args.longest < args.pause:
+    if not 0 <= args.pause <= args.longest < float("inf"):
         refuse(f"--pause is {args.pause:g} and --longest {args.longest:g}; 0 <= pause <= longest is needed")
     if args.faults < 1 or args.no_progress < 1:
         refuse("--faults and --no-progress must be 1 or more")
@@ -199,7 +238,7 @@ def main() -> int:
     if dry:
         print(
             f"{shlex.join(command)}\n"
-            f"# newest complete checkpoint of {run}: step {newest_step(run)}\n"
+            f"# newest complete checkpoint of {run}: step {newest_step(run, command)}\n"
             f"# again on 75 and 128+N but 130 and 143, after {limits.pause:g} s, doubled up to {limits.longest:g} s\n"
             f"# gives up after exit code 1 {limits.faults} times or {limits.no_progress} ends without a new checkpoint"
         )

@@ -12,8 +12,9 @@
 #   run       start training on all workers, each under launch/restart.py; it goes on when this machine leaves
 #   logs      follow the log of a worker
 #   stop      SIGTERM to the run: it saves, and this waits until it has left
-#   restart   after a preemption delete, create, wait, install and run; where the machines are there, stop and run
-#   delete    give the machines back; what is in the shared folder stays
+#   restart   after a preemption (SUSPENDED, FAILED) delete, create, wait, install and run; where the machines are there,
+#             stop and run
+#   delete    give the machines back; what is in the shared folder, or the bucket, stays
 #
 # option          environment        default
 # --name          TPU_VM_NAME        none
@@ -25,9 +26,9 @@
 # --nfs           TPU_VM_NFS         none; ADDRESS:/SHARE of a file system, mounted at --mount
 # --mount         TPU_VM_MOUNT       /mnt/runs
 # --program       TPU_VM_PROGRAM     bert-jax; or transformer-jax
-# --run-file      TPU_VM_RUN_FILE    none; a file of this repository, such as launch/runs/demo_en.toml
-# --run-dir       TPU_VM_RUN_DIR     MOUNT/NAME: on the shared folder, whose name survives machines
-# --prepared      TPU_VM_PREPARED    MOUNT/prepared/STEM: the prepared data of run file STEM.toml
+# --run-file      TPU_VM_RUN_FILE    none; a committed file of this repository, such as launch/runs/demo_en.toml
+# --run-dir       TPU_VM_RUN_DIR     MOUNT/NAME: on the shared folder, whose name survives machines; or gs://BUCKET/...
+# --prepared      TPU_VM_PREPARED    MOUNT/prepared/STEM: the prepared data of run file STEM.toml; or gs://BUCKET/...
 # --worker        TPU_VM_WORKER      0; whose log `logs` follows, or all
 # --if-lost                          `restart` does nothing where the machines are there
 # --dry-run                          print every command and run none
@@ -123,11 +124,13 @@ sudo apt-get -o DPkg::Lock::Timeout=600 -qq install -y nfs-common python3-pip py
 $(mount_line)rm -rf $code; mkdir $code; tar -xzf $code.tar.gz -C $code; cd $code; \
 python=\$(sh requirements/find_python.sh 2>/dev/null) || { python3 -m pip install --quiet --user uv; \
 ~/.local/bin/uv python install --quiet 3.12; python=\$(~/.local/bin/uv python find 3.12); }; \
-\"\$python\" requirements/install.py .venv users; .venv/bin/python requirements/install.py .venv tpu"
+\"\$python\" requirements/install.py .venv users; .venv/bin/python requirements/install.py .venv tpu; \
+.venv/bin/python requirements/install.py .venv gcs"
 }
 
 need_run_file() {
   [ "$run_file" ] || fail "no run file; give --run-file launch/runs/NAME.toml"
+  case $run_file in /* | ../* | */../*) fail "$run_file is not in this repository, of which install copies a commit" ;; esac
   [ -f "$here/$run_file" ] || fail "$run_file is not a file of this repository"
 }
 
@@ -177,8 +180,9 @@ restart() {
       stop
       start "$@"
     fi
-    echo "# where it prints anything else:"
+    echo "# where it prints SUSPENDED or FAILED:"
     again "$@"
+    echo "# where it prints anything else: an error, since the machines are on their way"
     return
   fi
   now=$(state) || fail "there is no request $name in $zone, or it cannot be seen; create makes one"
@@ -256,14 +260,19 @@ while [ $# -gt 0 ]; do
   shift
 done
 
-# must VALUE WHAT PATTERN: an error where a value does not match as a whole.
-must() { printf '%s\n' "$1" | grep -Eqx -e "$3" || fail "$2 is '$1'; it must look like $4"; }
+# must VALUE WHAT PATTERN EXAMPLE: an error where a value does not match as a whole. grep looks at lines one by one.
+must() {
+  case $1 in *"
+"*) fail "$2 has more than one line; it must look like $4" ;; esac
+  printf '%s\n' "$1" | grep -Eqx -e "$3" || fail "$2 is '$1'; it must look like $4"
+}
 
-[ "$spot" != 0 ] || spot=
+case $spot in 0 | no | false) spot= ;; esac
 [ "$name" ] || fail "no name; give --name NAME or set TPU_VM_NAME"
 [ "$zone" ] || fail "no zone; give --zone ZONE or set TPU_VM_ZONE, such as us-west4-a"
 must "$name" --name '[a-z]([a-z0-9-]{0,61}[a-z0-9])?' 'bert-1: small letters, digits and dashes'
 must "$zone" --zone '[a-z]+-[a-z]+[0-9]+-[a-z]' us-west4-a
+case $type in v5e-*) fail "--type is '$type'; Google's own name for it is v5litepod-${type#v5e-}" ;; esac
 must "$type" --type 'v[0-9][a-z]*-[0-9]+' 'v5litepod-16, v5p-32 or v6e-16'
 must "$mount" --mount '/[A-Za-z0-9_./-]+' /mnt/runs
 must "$worker" --worker 'all|[0-9]+' '0 or all'
@@ -284,12 +293,15 @@ must "$runtime" --runtime '[a-z0-9.-]+' v2-alpha-tpuv5-lite
 [ "$prepared" ] || prepared=$mount/prepared/$(basename "$run_file" .toml)
 for folder in "$run_dir" "$prepared"; do
   case $folder in
-    gs://*) fail "$folder: gs:// is not supported yet; name a folder that all workers share" ;;
+    gs://*) must "$folder" 'the folder' 'gs://[a-z0-9][a-z0-9._-]+(/[A-Za-z0-9._=+-]+)+' gs://BUCKET/bert-1 ;;
     /*) ;;
-    *) fail "'$folder' must be an absolute path, in a folder that all workers share" ;;
+    *) fail "'$folder' must be gs://BUCKET/... or an absolute path, in a folder that all workers share" ;;
   esac
 done
-case $command in prepare | check | run | restart) need_run_file ;; esac
+case $command in
+  prepare | check | run | restart) need_run_file ;;
+  *) [ $# -eq 0 ] || fail "$command takes nothing after --" ;;
+esac
 cd "$here"
 [ "$dry" ] || command -v gcloud >/dev/null || fail "gcloud is not on the PATH; install the Google Cloud CLI"
 

@@ -1,10 +1,11 @@
 """Make a virtual environment with what this project needs, pinned and hashed; `make` calls it.
 
-    python requirements/install.py FOLDER users|tests|development|ct2|tpu
+    python requirements/install.py FOLDER users|tests|development|ct2|gcs|tpu
 
-users is what running needs; tests adds what the tests need but for PyTorch; development adds PyTorch. ct2 and tpu make
-nothing new: they add CTranslate2, or the TPU compiler (Linux on x86-64 alone), to an environment that is there. Says
-first how much it will download. pip's own settings hold, so an index or a folder named there is used.
+users is what running needs; tests adds what the tests need but for PyTorch; development adds PyTorch. The others make
+nothing new: they add CTranslate2, what reads Google Cloud Storage, or the TPU compiler (Linux on x86-64 alone), to an
+environment that is there. Says first how much it will download. pip's own settings hold, so an index or a folder named
+there is used.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from pathlib import Path
 
 REQUIREMENTS = Path(__file__).resolve().parent
 SETS = {"users": "py{}.txt", "tests": "dev-py{}.txt", "development": "dev-py{}.txt"}
-ADDED = {"ct2": ("ct2-py{}.txt", "CTranslate2"), "tpu": ("tpu-py{}.txt", "the TPU compiler")}
+ADDED = {
+    "ct2": ("ct2-py{}.txt", "CTranslate2"),
+    "gcs": ("gcs-py{}.txt", "Google Cloud Storage"),
+    "tpu": ("tpu-py{}.txt", "the TPU compiler"),
+}
 HASHED = ("install", "--quiet", "--no-compile", "--require-hashes")
 
 

@@ -145,9 +145,10 @@ def main() -> None:
             )
             fixed = Path(scratch) / "constraints.txt"
             fixed.write_text("\n".join(f"{name}=={pin.version}" for name, pin in runtime.items()), encoding="utf-8")
-            with_ct2 = merge(*(resolve(python, platform, (), fixed, ("ct2",)) for platform in PLATFORMS))
-            more = {name: pin for name, pin in with_ct2.items() if name not in runtime and not apart(name)}
-            write(f"ct2-{short}.txt", f"Python {python}: what the extra ct2 adds to {short}.txt.", more)
+            for extra in ("ct2", "gcs"):
+                with_it = merge(*(resolve(python, platform, (), fixed, (extra,)) for platform in PLATFORMS))
+                more = {name: pin for name, pin in with_it.items() if name not in runtime and not apart(name)}
+                write(f"{extra}-{short}.txt", f"Python {python}: what the extra {extra} adds to {short}.txt.", more)
             # The TPU compiler is built for one platform only, and for newer ones of its kind.
             with_tpu = resolve(python, "Linux x86_64", (), fixed, ("tpu",), TPU_TARGET)
             more = {name: pin for name, pin in with_tpu.items() if name not in runtime}

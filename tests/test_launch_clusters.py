@@ -131,6 +131,17 @@ def test_the_pods_run_the_loop_over_the_program():
     )
 
 
+def test_what_stands_after_two_dashes_goes_to_the_program_word_by_word():
+    words = ("--", "--train.steps", "3", "--data.recipe", "data/demo_en.toml")
+    found = manifest("--name", "true", "--claim", "1", *words)
+    assert not faults(found, JOBSET)
+    assert (found["metadata"]["name"], pod(found)[1]["volumes"][0]["persistentVolumeClaim"]["claimName"]) == (
+        "true",
+        "1",
+    )
+    assert pod(found)[1]["containers"][0]["command"][-5:] == ["auto", *words[1:]]
+
+
 def test_a_check_is_made_once_and_not_by_the_loop():
     found = manifest("--check")
     assert not faults(found, JOBSET) and found["spec"]["failurePolicy"]["maxRestarts"] == 0
@@ -144,7 +155,7 @@ def test_every_word_to_fill_in_is_explained_by_an_option():
     text = (LAUNCH / "gke_jobset.yaml").read_text(encoding="utf-8")
     words = set(re.findall(r"FILL_IN_([A-Z_]+\b)", text))
     said = call("sh", LAUNCH / "gke.sh", "--help").stdout
-    derived = {"VERB", "HOSTS", "OPTION", "TRAINING"}  # from --program, --topology and --chips, and --check
+    derived = {"VERB", "HOSTS", "OPTION", "TRAINING", "KEYS"}  # from other options, and from what stands after --
     assert len(words) > 10
     assert not [word for word in words - derived if f"--{word.lower().replace('_', '-')} " not in said]
 
@@ -169,6 +180,10 @@ def test_apply_hands_over_the_manifest_that_its_dry_run_prints(tmp_path):
         (["render", *GKE, "--topology", "3x3"], "3x3 is 9 chips, which hosts of --chips 4 do not make up"),
         (["render", *GKE, "--run-dir", "gs://a/b"], "it must look like /mnt/runs/NAME"),
         (["render", *GKE, "--name", "A"], "--name is 'A'"),
+        (["render", *GKE, "--name", "a\nb"], "--name has more than one line"),
+        (["render", *GKE, "--prepared", "/data/x"], "it must look like /mnt/runs/prepared/NAME"),
+        (["render", *GKE, "--", "--data.recipe", "it's"], "'it's': of keys and values only"),
+        (["status", *GKE[:2], "--", "x"], "status takes nothing after --"),
         (["apply", "--dry-run", *GKE, "--image", "a|b"], "--image is 'a|b'"),
         (["begin"], "there is no command begin"),
     ],

@@ -64,10 +64,10 @@ def test_pauses_are_shorter_than_hosts_wait_for_one_another():
 def test_a_complete_step_is_what_the_programs_take_for_one(tmp_path):
     for name in ("9", "10", "11", "x", "010"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert restart.newest_step(tmp_path) == 0 == len(step_folders.steps(tmp_path))
+    assert restart.newest_step(str(tmp_path), []) == 0 == len(step_folders.steps(tmp_path))
     for name in ("9", "10"):
         (tmp_path / "checkpoints" / name / "digests.json").write_text("{}")
-    assert restart.newest_step(tmp_path) == 10 == step_folders.steps(tmp_path)[-1]
+    assert restart.newest_step(str(tmp_path), []) == 10 == step_folders.steps(tmp_path)[-1]
 
 
 def loop(tmp_path, codes, *options):
@@ -128,11 +128,19 @@ def begun(tmp_path, text, *options):
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_progress_in_a_bucket_is_asked_of_the_python_beside_the_command(tmp_path, capsys):
+    command = stand_in(tmp_path / "bin", "command", "exit 1")
+    assert restart.newest_step("gs://bucket/run", [str(command)], known=7) == 7
+    assert "progress is not noticed" in capsys.readouterr().err
+    stand_in(tmp_path / "bin", "python", 'echo "$3" >asked; [ "$3" = gs://bucket/run ] && echo 12')
+    assert restart.newest_step("gs://bucket/run", [str(command)]) == 12
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("code", [143, 75])
 def test_a_signal_reaches_the_command_once_and_ends_the_loop(tmp_path, number, code):
     """A scheduler that signals twice at once does not make the command leave without its save."""
-    name = signal.Signals(number).name.removeprefix("SIG")
+    name = {signal.SIGINT: "INT"}.get(number, "TERM")  # a terminal that closes is a wish to stop too
     wait = 'while [ ! "$came" ]; do sleep 0.02; done; sleep 0.3'
     process = begun(tmp_path, f"trap 'echo got; came=1' {name}\necho ready\n{wait}\nexit {code}")
     process.send_signal(number)
@@ -141,6 +149,13 @@ def test_a_signal_reaches_the_command_once_and_ends_the_loop(tmp_path, number, c
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (code, "got\n"), err
     assert err.count("starts") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent is gone")
+def test_a_loop_that_is_killed_takes_the_command_along_by_a_save(tmp_path):
+    process = begun(tmp_path, "trap 'echo saved; exit 143' TERM\necho ready\nwhile :; do sleep 0.02; done")
+    process.kill()
+    assert process.communicate(timeout=20)[0] == "saved\n"
 
 
 def test_a_signal_in_the_pause_ends_the_loop(tmp_path):
@@ -159,6 +174,7 @@ def test_a_signal_in_the_pause_ends_the_loop(tmp_path):
         (["--run-dir", "x", "--"], "no command is given"),
         (["--", "true"], "--run-dir"),
         (["--run-dir", "x", "--pause", "9", "--longest", "1", "--", "true"], "--pause is 9 and --longest 1"),
+        (["--run-dir", "x", "--pause", "nan", "--", "true"], "--pause is nan"),
         (["--run-dir", "x", "--faults", "0", "--", "true"], "must be 1 or more"),
         (["--run-dir", "x", "--often", "--", "true"], "--often"),
     ],

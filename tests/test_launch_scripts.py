@@ -168,8 +168,13 @@ def test_after_a_preemption_the_machines_are_made_anew_and_the_run_goes_on(cloud
         (["install", *TPU, "--nfs", "10.0.0.2:/a b"], "--nfs is '10.0.0.2:/a b'; it must look like 10.0.0.2:/share"),
         (["run", *TPU], "no run file; give --run-file"),
         (["run", *TPU, "--run-file", "none.toml"], "none.toml is not a file of this repository"),
-        (["run", *RUN, "--run-dir", "gs://a/b"], "gs:// is not supported yet"),
-        (["run", *RUN, "--run-dir", "a"], "'a' must be an absolute path"),
+        (["run", *TPU, "--run-file", "../none.toml"], "../none.toml is not in this repository"),
+        (["run", *RUN, "--run-dir", "gs://a"], "it must look like gs://BUCKET/bert-1"),
+        (["run", *RUN, "--run-dir", "a"], "'a' must be gs://BUCKET/... or an absolute path"),
+        (["create", *TPU, "--type", "v5e-16"], "Google's own name for it is v5litepod-16"),
+        (["create", *TPU, "--", "--train.steps", "3"], "create takes nothing after --"),
+        (["install", *TPU, "--nfs", "10.0.0.2:/a\n$(b)"], "--nfs has more than one line"),
+        (["create", *TPU, "--name", "a\nb"], "--name has more than one line"),
         (["run", *RUN, "--program", "x"], "--program is 'x'; bert-jax or transformer-jax"),
     ],
 )
@@ -186,4 +191,12 @@ def test_options_come_before_the_environment_and_the_image_follows_the_type():
     done = call(*script, "--name", "b", **environment).stdout
     assert done.startswith("gcloud compute tpus queued-resources create b --node-id=b --accelerator-type=v6e-16 ")
     assert done.endswith("--runtime-version=v2-alpha-tpuv6e --spot --zone=us-east5-b\n")
-    assert "--spot" not in call(*script, **environment | {"TPU_VM_SPOT": "0"}).stdout
+    for no in ("0", "no", "false"):
+        assert "--spot" not in call(*script, **environment | {"TPU_VM_SPOT": no}).stdout
+
+
+def test_run_folder_and_data_may_be_in_a_bucket():
+    words = ("--run-dir", "gs://bucket/runs/one", "--prepared", "gs://bucket/prepared/one")
+    done = call("sh", LAUNCH / "tpu_vm.sh", "run", "--dry-run", *RUN, *words).stdout
+    assert "launch/restart.py --run-dir gs://bucket/runs/one -- " in done
+    assert "--run_dir gs://bucket/runs/one --data.prepared gs://bucket/prepared/one" in done

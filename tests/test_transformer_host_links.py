@@ -95,10 +95,15 @@ def test_a_number_given_twice_or_another_count_is_refused_on_all(address):
         assert "process 1" in str(error) and "of 4" in str(error) and "of 2" in str(error)
 
 
-@pytest.mark.parametrize("address", ["10.0.0.2", ":1", "host:port", ""])
+@pytest.mark.parametrize("address", ["10.0.0.2", ":1", "host:port", "", "host:0", "host:65536"])
 def test_an_address_that_is_none_is_refused(address):
     with pytest.raises(UserError, match="HOST:PORT"):
         meet(address, 2, 1, 1.0, 1.0)
+
+
+def test_a_name_that_no_host_has_is_said_to_be_none():
+    with pytest.raises(JoinError, match=r"process 0 has not answered .*[Nn]ame"):
+        meet("no-host.invalid:8476", 2, 1, 0.1, 1.0)
 
 
 def test_a_port_that_is_taken_is_named():

@@ -276,7 +276,7 @@ def test_whatever_becomes_of_a_process_the_other_leaves_in_time_and_the_run_goes
     assert [p for _, p in checkpoint.verify(tmp_path / "run")] == [[], [], []]
     found = goodput.account(goodput.read_times(tmp_path / "run"))
     assert found["stops"] == len(moments) and found["lost_steps"] > 0 and found["lost_seconds"] > 0
-    assert "work lost by 5 stops" in (tmp_path / "run" / "report.html").read_text()
+    assert "work lost between 6 starts" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_join_that_fails_is_a_users_error():

@@ -6,6 +6,7 @@ The last part compiles for TPUs, and needs libtpu; its figures are compared with
 import dataclasses
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import failing_steps
@@ -21,7 +22,7 @@ from transformer_jax import compiled_step, plan_report, plan_search, run_file_ed
 from transformer_jax.compiled_step import StepFigures
 from transformer_jax.config import ConfigError, UserError
 from transformer_jax.hlo_text import Collective, Schedule, Shortage
-from transformer_jax.plan import Plan, line_fit, step_times
+from transformer_jax.plan import Plan, line_fit, make_plan, step_times
 from transformer_jax.topologies import GIB, pod
 from transformer_jax.translation import data as pair_data
 from transformer_jax.translation import plan as translation_plan
@@ -56,7 +57,7 @@ def test_slices_and_hosts_of_eight_chips():
 
 @pytest.mark.parametrize(
     "name,text",
-    [("v5e-12", "of v5e there are v5e-1, v5e-4"), ("v5litepod-16", "TPUs: v2: v2-8"), ("h100-9", "hosts of 8")],
+    [("v5e-12", "of v5e there are v5e-1, v5e-4"), ("v5lite-16", "TPUs: v2: v2-8"), ("h100-9", "hosts of 8")],
 )
 def test_a_pod_that_is_not_there_is_refused_with_those_that_are(name, text):
     with pytest.raises(UserError, match=text):
@@ -251,6 +252,43 @@ def test_a_plan_for_gpus_adds_up_the_bytes_that_the_engine_really_takes(tmp_path
     assert report["mesh"] == {"data": 2, "fsdp": 4, "tensor": 1}
     assert report["memory"]["activations_estimate"] > 0 and "peak" not in report["memory"]
     assert report["flops"] > 0 and "compile" not in report
+
+
+def test_a_plan_for_gpus_that_does_not_fit_by_its_estimate_says_so_and_what_would(tmp_path, monkeypatch):
+    """1 GiB of state and gradients and 1 MiB a row: on 4 GiB 3,072 rows, 2,867 with 5 % free."""
+
+    def counted(make, config, pod, *, cache):
+        rows = config.train.batch_size // config.train.accumulate
+        mesh = MESH | {"data": 1}
+        return figures(
+            mesh=mesh, parameter_bytes=GIB / 4, optimizer_bytes=GIB / 2, kept_bytes=rows * 2**20, schedule=None
+        )
+
+    monkeypatch.setattr(compiled_step, "figures", counted)
+    config = tiny_run.config(tmp_path, train_batch_size=4096)
+    plan = make_plan(PROGRAM, config, pod("gpu:4GiB"), run="r.toml")
+    said = plan_report.render(plan_report.report(plan))
+    assert plan.exit_code == 3 and "does not fit, by this estimate: 1.00 GiB too much" in said
+    assert "about 2,867 rows of a device at once would fit" in said and "so try --train.accumulate 2, which" in said
+    assert (
+        make_plan(
+            PROGRAM, tiny_run.config(tmp_path, train_batch_size=4096, train_accumulate=2), pod("gpu:4GiB"), run="r.toml"
+        ).exit_code
+        == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("gpu:0GiB x 8", "a GPU needs memory"), ("h100", "as in h100-8"), ("gpu:80GB", "gpu:80GiB x 8")],
+)
+def test_gpus_that_are_none_are_refused(name, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        pod(name)
+
+
+def test_googles_own_name_of_a_v5e_is_known():
+    assert pod("v5litepod-16") == pod("v5e-16")
 
 
 @pytest.mark.parametrize(

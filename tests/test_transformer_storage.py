@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import os
+import runpy
 import subprocess
 import sys
 import types
@@ -382,6 +383,9 @@ def test_a_run_in_storage_goes_on_on_another_machine_and_is_the_run_on_a_disk(
     assert [step for step, problems in checkpoint.verify(remote.run_dir) if not problems] == [4, 6]
     assert losses(remote.run_dir) == losses(tmp_path / "disk") and len(losses(remote.run_dir)) == 6
     assert write_run_page(storage.path(remote.run_dir)).exists()
+    # As launch/restart.py asks, which needs nothing of the project itself.
+    loop = runpy.run_path(str(Path(__file__).parents[1] / "launch" / "restart.py"))
+    assert loop["newest_step"](remote.run_dir, [sys.executable]) == 6
 
     # What a checkpoint is for, from there to there.
     figures = evaluate(remote.run_dir, max_seq_length=32)

@@ -204,7 +204,8 @@ def rows(run_dir: Path) -> dict[str, str]:
 
     table = {PHASES[name]: shown(value) for name, value in found["seconds"].items() if value or name != "profile"}
     if found["stops"]:
-        table[f"work lost by {found['stops']} stops: {found['lost_steps']} steps"] = shown(found["lost_seconds"])
+        lost = f"work lost between {found['stops'] + 1} starts: {found['lost_steps']} steps"
+        table[lost] = shown(found["lost_seconds"])
         table["not running"] = shown(found["stopped_seconds"])
     return {**table, "in all": shown(total)}
 

@@ -176,8 +176,11 @@ def meet(
       UserError: an address that cannot be used, or processes that disagree on who they are.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise UserError(f"hosts.coordinator is {address!r}; it must be HOST:PORT of process 0, as in 10.0.0.2:8476")
+    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise UserError(
+            f"hosts.coordinator is {address!r}; it must be HOST:PORT of process 0, as in 10.0.0.2:8476, with a port of "
+            "1 to 65535"
+        )
     host = host.strip("[]")
     if index == 0:
         return _gather(address, int(port), count, limit, silence, say or _say)
@@ -241,7 +244,7 @@ def _gather(address: str, port: int, count: int, limit: float, silence: float, s
 def _come(address: str, host: str, port: int, count: int, index: int, limit: float, silence: float) -> Links:
     """Another process: reach process 0 and wait for its word."""
     deadline = time.monotonic() + limit
-    unreached = JoinError(
+    unreached = (
         f"process 0 has not answered at {address} within {limit:.0f} s; this is process {index} of {count}. See "
         "whether it was started, whether hosts.coordinator is its address, and whether hosts can reach that port"
     )
@@ -254,14 +257,14 @@ def _come(address: str, host: str, port: int, count: int, index: int, limit: flo
         except OSError as e:
             error = e
         if time.monotonic() > deadline:
-            raise unreached from error
+            raise JoinError(f"{unreached} ({error.strerror or error})") from error
         time.sleep(0.25)
     connection.send({"process": index, "processes": count, "name": socket.gethostname()})
     # Process 0 knows more of who is missing, so its word is waited for a little longer.
     answer = connection.first(max(deadline - time.monotonic(), 0) + 5.0)
     if answer is None:
         connection.close()
-        raise unreached
+        raise JoinError(unreached)
     if "begin" not in answer:
         connection.close()
         kind = JoinError if answer.get("again") else UserError

@@ -110,11 +110,15 @@ class Plan:
         return self.figures.parameter_bytes + self.figures.optimizer_bytes
 
     @property
+    def gpu_bytes(self) -> float:
+        """Of a GPU, with activations by estimate. Gradients are as large as parameters where those are whole."""
+        return self.state_bytes + self.figures.parameter_bytes + self.figures.kept_bytes
+
+    @property
     def fits(self) -> bool:
-        """Whether it fits for certain (TPUs), or does not fail for certain (GPUs)."""
+        """Whether it fits: for certain (TPUs), or by estimate (GPUs)."""
         if self.pod.chip.kind == "gpu":
-            # Gradients are as large as parameters where those are whole on each device.
-            return self.state_bytes + self.figures.parameter_bytes < self.pod.chip.usable_bytes
+            return self.gpu_bytes <= self.pod.chip.usable_bytes
         return self.figures.shortage is None
 
     @property
@@ -179,6 +183,11 @@ def make_plan(
     )
     if figures.shortage is not None:
         return dataclasses.replace(plan, fit=_what_fits(program, compiled, plan, cache, say) if probe else None)
+    if not plan.fits:
+        # Activations grow with the rows of a part; the rest does not.
+        rest = plan.gpu_bytes - figures.kept_bytes
+        points = [(0, rest), (plan.rows, plan.gpu_bytes)]
+        plan = dataclasses.replace(plan, fit=line_fit(points, pod.chip.usable_bytes, plan.rows * plan.accumulate))
     return dataclasses.replace(plan, times=step_times(figures, pod))
 
 

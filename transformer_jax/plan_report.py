@@ -52,7 +52,9 @@ def report(plan: Plan) -> dict[str, Any]:
         "steps": plan.steps,
     }  # fmt: skip
     if times is not None:
-        found["step_seconds"] = {f.name: getattr(times, f.name) for f in dataclasses.fields(times)}
+        seconds = {f.name: getattr(times, f.name) for f in dataclasses.fields(times)}
+        # Of GPUs no operations are known, and so no upper bound.
+        found["step_seconds"] = {name: value for name, value in seconds.items() if name != "most" or value}
         found["bound"] = times.bound
         if times.least:
             span = [times.least, times.most] if times.most else [times.least]
@@ -94,7 +96,7 @@ def _memory(plan: Plan) -> dict[str, float]:
     found = {"parameters": figures.parameter_bytes, "optimizer": figures.optimizer_bytes, "limit": limit}
     if plan.pod.chip.kind == "gpu":
         found |= {"gradients": figures.parameter_bytes, "activations_estimate": figures.kept_bytes}
-        total = plan.state_bytes + found["gradients"] + figures.kept_bytes
+        total = plan.gpu_bytes
         return found | {"estimate": total, "margin": 1 - total / limit}
     if figures.shortage is not None:
         limit, needed = figures.shortage.available, figures.shortage.needed
@@ -166,7 +168,13 @@ def _memory_lines(memory: dict[str, float], tpu: bool) -> list[str]:
         lines.append(f"  {'limit':<38}{memory['limit'] / GIB:8.2f}   does not fit: "
                      f"{memory['missing'] / GIB:.2f} GiB too much")  # fmt: skip
     else:
-        lines.append(f"  {'limit':<38}{memory['limit'] / GIB:8.2f}   {100 * memory['margin']:.0f} % free{tight}")
+        over = memory.get("estimate", 0.0) - memory["limit"]
+        said = (
+            f"does not fit, by this estimate: {over / GIB:.2f} GiB too much"
+            if over > 0
+            else f"{100 * memory['margin']:.0f} % free{tight}"
+        )
+        lines.append(f"  {'limit':<38}{memory['limit'] / GIB:8.2f}   {said}")
     return lines
 
 
@@ -181,14 +189,15 @@ def _what_would_fit(found: dict[str, Any]) -> list[str]:
             f"  not even one row of a device would fit: whatever the batch, {fit['fixed_bytes'] / GIB:.2f} GiB are "
             'needed; split the state with mesh.preset "fsdp", or use more chips',
         ]
+    tpu = found["compiled"] != "none"
+    how = "a line through two larger batches, not compiled" if tpu else "by the same estimate"
     lines.append(
         f"  about {fit['rows']:,} rows of a device at once would fit with 5 % free ({fit['row_bytes'] / MIB:.1f} MiB a "
-        f"row on {fit['fixed_bytes'] / GIB:.2f} GiB; a line through two larger batches, not compiled)"
+        f"row on {fit['fixed_bytes'] / GIB:.2f} GiB; {how})"
     )
     if fit["accumulate"] > 1:
-        lines.append(
-            f"  so try --train.accumulate {fit['accumulate']}, which leaves the batch as it is; --search tries"
-        )
+        search = "; --search tries" if tpu else ""
+        lines.append(f"  so try --train.accumulate {fit['accumulate']}, which leaves the batch as it is{search}")
     return lines
 
 

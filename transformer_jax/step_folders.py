@@ -73,7 +73,9 @@ def verify(checkpoint: Path | str) -> list[tuple[int, list[str]]]:
     root, step = locate(checkpoint)
     found = step_folders(root) if step is None else [step]
     if not found:
-        raise NoCheckpointError(f"{root}: no checkpoints here", [])
+        below = sorted(p.name for p in root.iterdir() if (p / "checkpoints").is_dir()) if root.is_dir() else []
+        hint = f"; those of several trainings lie apart: name {' or '.join(str(root / name) for name in below)}"
+        raise NoCheckpointError(f"{root}: no checkpoints here{hint if below else ''}", [])
     return [(number, problems_of(root / str(number))) for number in found]
 
 

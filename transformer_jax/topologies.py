@@ -171,7 +171,7 @@ def pod(name: str, chips_per_host: int = 0, slices: int = 1) -> Pod:
     """
     if slices < 1:
         raise UserError(f"--slices is {slices}; it must be at least 1")
-    asked = name.strip().lower()
+    asked = re.sub(r"^v5litepod-", "v5e-", name.strip().lower())  # as Google names the machines themselves
     gpu = _gpu_pod(asked, chips_per_host)
     if gpu is not None:
         if slices > 1:
@@ -208,10 +208,12 @@ def pod(name: str, chips_per_host: int = 0, slices: int = 1) -> Pod:
 
 
 def _gpu_pod(asked: str, chips_per_host: int) -> Pod | None:
-    free = re.fullmatch(r"gpu:\s*([\d.]+)\s*gi?b(?:\s*[x*]\s*(\d+))?", asked)
+    free = re.fullmatch(r"gpu:\s*([\d.]+)\s*gib(?:\s*[x*]\s*(\d+))?", asked)
     known = re.fullmatch(r"(.+)-(\d+)", asked)
     if free:
         count, memory = int(free.group(2) or 1), float(free.group(1))
+        if not memory > 0:
+            raise UserError(f"--topology {asked}: a GPU needs memory; write its GiB, as in gpu:80GiB x 8")
         chip = Chip(f"GPU of {memory:g} GiB", 0.0, memory * GIB, memory * GIB, 0.0, 0.0, kind="gpu")
     elif known and known.group(1) in GPUS:
         count, chip = int(known.group(2)), GPUS[known.group(1)]
@@ -228,6 +230,8 @@ def _near(asked: str, generation: str) -> str:
     if generation in SHAPES:
         return f"; of {generation} there are " + ", ".join(_of_generation(generation))
     gpus = ", ".join(f"{name}-N" for name in GPUS)
+    if asked in GPUS:
+        return f"; write how many, as in {asked}-8"
     table = "; ".join(f"{g}: " + ", ".join(_of_generation(g)) for g in SHAPES)
     near = difflib.get_close_matches(asked, names(), 1)
     hint = f"; did you mean {near[0]}?" if near else ""
