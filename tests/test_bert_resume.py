@@ -146,8 +146,11 @@ def test_when_no_checkpoint_can_be_used_the_run_does_not_start_afresh(straight, 
 
 def test_a_save_cut_off_before_any_was_complete_starts_afresh_and_says_so(straight, tmp_path, capsys):
     (tmp_path / "run" / "checkpoints" / "5" / "state").mkdir(parents=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"split": "train", "step": 5, "loss": 1.0}\n')
     result = stopped_copy(straight, tmp_path).go()
-    assert "step 5 passed over: no digests.json" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "step 5 passed over: no digests.json" in err
+    assert "the records here reach step 5, and there is no checkpoint to go on from: training begins again" in err
     assert_same(result.state, straight.result.state)
 
 

@@ -22,7 +22,7 @@ from transformer_jax.checkpoint import Checkpoints, NoCheckpointError
 from transformer_jax.config import ConfigError, UserError
 from transformer_jax.goodput import Clock
 from transformer_jax.profiles import Profile, Steps
-from transformer_jax.report import Reporter
+from transformer_jax.report import Reporter, read_records
 from transformer_jax.shards import Shards
 from transformer_jax.signals import StopSignal
 from transformer_jax.train import Data, Engine, Evaluation, RunResult, TrainState, Validation, train
@@ -215,6 +215,12 @@ def starting_point(
         restored = checkpoints.restore(engine.abstract_state._asdict())
     except NoCheckpointError as e:
         passed_over = [f"step {step} passed over: {why}" for step, why in e.skipped]
+        known = max((r["step"] for r in read_records(storage.place(config.run_dir) / "metrics.jsonl")), default=0)
+        if known:  # a stop before the first save, or a folder that somebody has cleaned, or a disk that is not mounted
+            passed_over.append(
+                f"warning: the records here reach step {known}, and there is no checkpoint to go on from: training "
+                "begins again, and replaces them"
+            )
         if start_elsewhere is not None:
             return start_elsewhere(passed_over)
         return Start(engine.init(), 0, False, passed_over)
