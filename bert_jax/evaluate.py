@@ -83,7 +83,10 @@ def evaluate(
     found = load(checkpoint_name)
     config = _settings(found, prepared, max_seq_length)
     if "mlm" in found.drawn:
-        raise UserError(f"{checkpoint_name} has no masked-LM head: it was drawn at random, so its figures mean nothing")
+        raise UserError(
+            f"{checkpoint_name} has no masked-LM head, so there is nothing to evaluate (one drawn at random would be "
+            "measured); a fine-tuned folder can be evaluated once `bert-jax import` has made a run of it"
+        )
     where = config.data.prepared
     training: Shards | None = None
     documents: Shards | None = None

@@ -59,6 +59,31 @@ def test_a_bad_row_stops_a_prediction_since_each_line_is_to_have_one(tmp_path: P
         records.read(task(tmp_path), name, labelled=False)
 
 
+def test_a_blank_line_of_jsonl_is_no_example_and_stops_a_prediction(tmp_path: Path) -> None:
+    name = write(tmp_path / "a.jsonl", '{"text": "a", "label": "x"}\n\n{"text": "b", "label": "y"}\n\n')
+    found = records.read(task(tmp_path), name)
+    assert len(found.examples) == 2 and found.problems == ((2, "nothing on it"),)
+    with pytest.raises(UserError, match="line 2 has nothing on it; each line is to have a prediction"):
+        records.read(task(tmp_path), name, labelled=False)
+
+
+def test_a_column_that_is_there_twice_is_refused_and_a_like_name_offered(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="2 columns are called 'text'; rename all but one"):
+        records.read(task(tmp_path), write(tmp_path / "twice.tsv", "text\ttext\tlabel\na\tb\tx\n"))
+    with pytest.raises(UserError, match=r"no column 'text'; set data\.columns, or .*; did you mean"):
+        records.read(task(tmp_path), write(tmp_path / "other.tsv", "txt\tlabel\na\tx\n"))
+
+
+def test_labels_have_no_white_space_around_them_and_no_separator_in_them(tmp_path: Path) -> None:
+    found = records.read(task(tmp_path), write(tmp_path / "a.tsv", "label\ttext\nham \ta\n ham\tb\nham\tc\n"))
+    assert [e.label for e in found.examples] == ["ham"] * 3
+    name = write(tmp_path / "b.jsonl", '{"text": "a", "label": ["a,b", "c"]}\n')
+    with pytest.raises(UserError, match=r"line 1: the label 'a,b' has a ',' in it"):
+        records.read(task(tmp_path, "multi_label"), name)
+    two = records.read(task(tmp_path, "multi_label", label_separator=";"), name)
+    assert two.examples[0].label == ("a,b", "c")
+
+
 def test_csv_has_quotes_with_line_ends_and_separators_in_them(tmp_path: Path) -> None:
     name = write(
         tmp_path / "train.csv", '\ufefftext,label\r\n"a, ""b""\nc",x\r\nd,"y"\r\n"e",z,1\r\n' + "f" * 200_000 + ",x\r\n"
@@ -106,7 +131,7 @@ def test_bytes_that_are_not_utf8_can_be_replaced(tmp_path: Path) -> None:
 
 def test_a_column_that_is_not_there_is_named_with_the_nearest(tmp_path: Path) -> None:
     name = write(tmp_path / "x.tsv", "sentence\tlabel\na\t1\n")
-    with pytest.raises(UserError, match="no column 'sentense'; did you mean `sentence`"):
+    with pytest.raises(UserError, match=r"no column 'sentense'; set data.columns.*; did you mean `sentence`"):
         records.read(task(tmp_path, columns={"text_a": "sentense"}), name)
     with pytest.raises(ConfigError, match=r"'sentence' is given by name, and data.header is false"):
         records.read(task(tmp_path, header=False, columns={"text_a": "sentence"}), name)
@@ -373,7 +398,7 @@ def test_parquet_numbers_become_the_names_that_the_file_carries(tmp_path: Path) 
     ]  # fmt: skip
     pyarrow.parquet.write_table(table, tmp_path / "plain.parquet")
     assert [e.label for e in records.read(task(tmp_path), "plain.parquet").examples] == ["1", "0"]
-    with pytest.raises(UserError, match="no column 'txt'; did you mean `text`"):
+    with pytest.raises(UserError, match=r"no column 'txt'; set data.columns; did you mean `text`"):
         records.read(task(tmp_path, columns={"text_a": "txt"}), "x.parquet")
     with pytest.raises(UserError, match="not a whole Parquet file"):
         records.read(task(tmp_path), write(tmp_path / "cut.parquet", (tmp_path / "x.parquet").read_bytes()[:60]))
@@ -429,5 +454,5 @@ def test_a_tfds_set_is_read_with_the_names_of_its_classes(tmp_path: Path) -> Non
     columns = {"text_a": "text", "text_b": "text", "label": "answers"}
     spans = records.read(task(folder, "span", columns, **settings), "train")
     assert by_text(spans, "answers") == [(("b", 0),), (("é", 4),)]
-    with pytest.raises(UserError, match="no feature 'txt'; did you mean `text`"):
+    with pytest.raises(UserError, match=r"no feature 'txt'; set data.columns; did you mean `text`"):
         records.read(task(folder, columns={"text_a": "txt"}, **settings), "train")

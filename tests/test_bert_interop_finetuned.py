@@ -10,6 +10,7 @@ from bert_jax.finetune.sweep import finetune
 from bert_jax.interop import exports, imports
 from bert_jax.interop.huggingface_names import to_hf
 from bert_jax.interop.probe import probe_logits
+from transformer_jax.config import UserError
 
 pytestmark = pytest.mark.slow
 
@@ -32,6 +33,10 @@ def test_the_best_step_goes_out_with_its_labels_and_comes_in_again(run, tmp_path
     card = (out / "README.md").read_text()
     assert f"| step | {tuned.step} |" in card and "| heldout accuracy | " in card and "0. thing\n1. animal" in card
     assert "bert-jax finetune TASK.toml" in card and str(run.parent.parent) not in card
+    with pytest.raises(
+        UserError, match=r"a folder of another program, not a run; .*bert-jax import "
+    ):
+        load_finetuned(out)
     again = load_finetuned(imports.import_folder(out, tmp_path / "again"))
     ours, theirs = (probe_logits(x.params, x.config, x.head)["classification"] for x in (tuned, again))
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)

@@ -265,7 +265,7 @@ def test_jsonl_records_are_documents(tmp_path: Path) -> None:
         (b'{"text": "a"}\n{"text": "b"', "line 2 is not valid JSON"),
         (b'{"text": "a"}\n{"text": ' + b"[" * 50000 + b"]" * 50000 + b"}", "line 2 is not valid JSON"),
         (b'["a"]\n', "line 1 is not a JSON object"),
-        (b'{"txt": "a"}\n', r"line 1 has no key 'text'; did you mean `txt`"),
+        (b'{"txt": "a"}\n', r"line 1 has no key 'text'; set `key`; did you mean `txt`"),
         (b'{"text": 3}\n', "line 1: 'text' is neither a text nor a list of texts"),
         (b'{"text": "a\xff"}\n', "line 1 is not UTF-8"),
     ],
@@ -294,7 +294,7 @@ def test_parquet_rows_are_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_broken_parquet_file_or_column_is_named(tmp_path: Path) -> None:
     data = parquet(tmp_path / "a", text=["x" * 50, "y"], n=[1, 2])
-    with pytest.raises(UserError, match="no column 'txt'; did you mean `text`"):
+    with pytest.raises(UserError, match="no column 'txt'; set `key`; did you mean `text`"):
         one_file(tmp_path, data, 'format = "parquet"', 'key = "txt"')
     with pytest.raises(UserError, match="column 'n' holds int64"):
         one_file(tmp_path, data, 'format = "parquet"', 'key = "n"')
@@ -336,7 +336,7 @@ def test_tfds_array_record_is_read_without_tensorflow(
 def test_mistakes_in_a_tfds_source_are_named(tmp_path: Path, tfds_root: Path) -> None:
     with pytest.raises(UserError, match=r"split 'test' cannot be read: .*Unknown split"):
         read(articles(tmp_path, tfds_root, 'split = "test"'))
-    with pytest.raises(UserError, match="no feature 'txt'; did you mean `text`"):
+    with pytest.raises(UserError, match="no feature 'txt'; set `key`; did you mean `text`"):
         read(articles(tmp_path, tfds_root, 'key = "txt"'))
     with pytest.raises(UserError, match="feature 'id' is not a text"):
         read(articles(tmp_path, tfds_root, 'key = "id"'))

@@ -123,7 +123,7 @@ def test_json_lines_have_a_key_for_each_side(tmp_path):
     malformed = []
     assert [p[1:] for p in read(found, lambda *place: malformed.append(place))] == [(1, "a b", "A"), (3, "e", "E")]
     assert malformed == [("a.jsonl", 2)]
-    with pytest.raises(UserError, match=r"no key 'eng'; did you mean `en`.; set `source_key` and `target_key`"):
+    with pytest.raises(UserError, match=r"no key 'eng'; set `source_key` and `target_key`; did you mean `en`"):
         list(read(recipe(tmp_path, 'format = "jsonl"', 'files = ["a.jsonl"]', 'source_key = "eng"')))
     (tmp_path / "a.jsonl").write_text('{"en": ["a"], "de": "A"}\n')
     with pytest.raises(UserError, match="line 1: 'en' is not a text"):

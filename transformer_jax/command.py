@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformer_jax import storage
+from transformer_jax import interrupts, storage
 from transformer_jax.config import UserError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def main(of: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
     if rest and not args.takes_overrides:
         of.error(f"unrecognised arguments: {' '.join(rest)}")
     try:
-        with files_at_hand(args):
+        with interrupts.heard(), files_at_hand(args):
             return int(args.function(args, rest) or 0)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)

@@ -94,5 +94,5 @@ def undecodable(e: UnicodeDecodeError, path: Path, first_line: int = 1) -> UserE
     column = e.start - (data.rfind(b"\n", 0, e.start) + 1) + 1
     return UserError(
         f"{path}: line {line} is not UTF-8: byte 0x{data[e.start]:02x} at byte {column} of the line; convert the "
-        'file to UTF-8 (a source of a recipe may also have `encoding_errors = "replace"`)'
+        'file to UTF-8, or set encoding_errors to "replace" where the file is named, if there is such a setting'
     )

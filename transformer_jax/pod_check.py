@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformer_jax import calibration, exit_codes, pod_check_part, start_up, storage, topologies
+from transformer_jax import calibration, exit_codes, pod_check_part, start_up, storage, supervisor, topologies
 from transformer_jax.calibration import Measurement
 from transformer_jax.command import json_line, say
 from transformer_jax.config import ConfigError, UserError
@@ -95,6 +96,7 @@ class Check:
             env=dict(environment),
             stdout=subprocess.PIPE if output else sys.stderr.fileno(),
             text=True,
+            preexec_fn=functools.partial(supervisor.end_with, os.getpid()),
         )
         try:
             said, _ = process.communicate(timeout=max(self.left(), 1.0))

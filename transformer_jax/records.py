@@ -46,7 +46,7 @@ def _field(record: dict[str, Any], key: str, path: Path, number: int, setting: s
     value: Any = record
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
-            raise UserError(f"{path}: line {number} has no key {key!r}{nearest(key, record)}; set `{setting}`")
+            raise UserError(f"{path}: line {number} has no key {key!r}; set `{setting}`{nearest(key, record)}")
         value = value[part]
     return value
 
@@ -89,7 +89,7 @@ def _check_column(schema: Any, key: str, path: Path, lists: bool, setting: str) 
     for part in [key] if key in schema.names else key.split("."):
         names = [field.name for field in fields]
         if part not in names:
-            raise UserError(f"{path}: no column {key!r}{nearest(key, schema.names)}; set `{setting}`")
+            raise UserError(f"{path}: no column {key!r}; set `{setting}`{nearest(key, schema.names)}")
         kind = fields.field(part).type
         fields = kind if types.is_struct(kind) else []
     inner = kind.value_type if lists and (types.is_list(kind) or types.is_large_list(kind)) else kind

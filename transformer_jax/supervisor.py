@@ -33,7 +33,7 @@ def supervise() -> None:
     sys.stderr.flush()
     child = os.fork()
     if child == 0:
-        _end_with(parent)
+        end_with(parent)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         return
 
@@ -69,7 +69,7 @@ def ending(code: int) -> tuple[int, str]:
     return exit_codes.of_signal(-code), f"the training process was ended by {name}{more}"
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Have the kernel end this process when its parent ends, so that a restart never finds an old one at work."""
     try:
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)

@@ -73,7 +73,7 @@ def texts(item: Input, keys: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
         if not fields.get(key):
             known = [name for name, is_text in fields.items() if is_text]
             what = f"feature {key!r} is not a text" if key in fields else f"no feature {key!r}"
-            raise UserError(f"{source.dataset}: {what}{nearest(key, known)}; set `key`")
+            raise UserError(f"{source.dataset}: {what}; set `key`{nearest(key, known)}")
     for number, record in numbered(data, item):
         yield number, [text(record[key], item, number) for key in keys]
 

@@ -63,6 +63,10 @@ def load_finetuned(run: str | Path) -> LoadedHead:
     Raises:
       UserError: there is none, it is damaged, or it is no fine-tuned model.
     """
+    if (storage.path(run) / "config.json").is_file():
+        raise UserError(
+            f"{run} is a folder of another program, not a run; make a run of it with `bert-jax import {run} RUN`"
+        )
     name = best_of(run)
     step, params, _, meta = checkpoints.read_params(name)
     if "head" not in meta:

@@ -235,14 +235,20 @@ def _label(task: TaskConfig, value: Any, line: int, where: str, column: str) -> 
             return ()
         if not isinstance(parts, list):
             raise UserError(f"{where}: line {line}: column {column!r} holds {_short(value)}; it must be labels")
+        for part in parts:
+            if task.data.label_separator in str(part):
+                raise UserError(
+                    f"{where}: line {line}: the label {part!r} has a {task.data.label_separator!r} in it, which stands "
+                    "between labels in files of predictions; rename it, or set data.label_separator"
+                )
         return tuple(dict.fromkeys(name for name in (str(p).strip() for p in parts) if name))
     if isinstance(value, bool):
         value = str(value).lower()
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if not isinstance(value, str | int) or value == "":
+    name = str(value).strip()
+    if not isinstance(value, str | int) or not name:
         raise UserError(f"{where}: line {line}: column {column!r} holds {_short(value)}; it must be a label")
-    name = str(value)
     if task.kind == "choice":
         place = _choice_number(task, name)
         if place is None:

@@ -100,6 +100,11 @@ def _any_length() -> Iterator[None]:
 
 
 def _place(column: str, names: Sequence[str], width: int, path: Path, header: bool) -> int:
+    if names.count(column) > 1:
+        raise UserError(
+            f"{path}: {names.count(column)} columns are called {column!r}; rename all but one, or give "
+            "the number of the column, from 0, in data.columns"
+        )
     if column in names:
         return names.index(column)
     try:
@@ -107,8 +112,8 @@ def _place(column: str, names: Sequence[str], width: int, path: Path, header: bo
     except ValueError:
         if header:
             raise UserError(
-                f"{path}: no column {column!r}{nearest(column, names)}; set data.columns, or data.header = false for a "
-                "file without names in its first line"
+                f"{path}: no column {column!r}; set data.columns, or data.header = false for a file without names in "
+                f"its first line{nearest(column, names)}"
             ) from None
         raise ConfigError(
             f"{path}: the column {column!r} is given by name, and data.header is false; give its number, from 0"
@@ -119,9 +124,12 @@ def _place(column: str, names: Sequence[str], width: int, path: Path, header: bo
 
 
 def from_jsonl(path: Path, columns: Sequence[str], errors: str = "strict") -> Table:
-    """JSON lines; a column is a key, or `a.b` for the key b of the object at a. Blank lines are passed over."""
+    """JSON lines; a column is a key, or `a.b` for the key b of the object at a. A blank line not at the end is a
+    problem."""
     item = Input(types.SimpleNamespace(encoding_errors=errors), path.name, path)
-    return Table(list(records.from_jsonl(item, columns, "data.columns")), [])
+    rows = list(records.from_jsonl(item, columns, "data.columns"))
+    there = {number for number, _ in rows}
+    return Table(rows, [(n, "nothing on it") for n in range(1, max(there, default=0)) if n not in there])
 
 
 def from_parquet(path: Path, columns: Sequence[str]) -> Table:
@@ -139,7 +147,7 @@ def from_parquet(path: Path, columns: Sequence[str]) -> Table:
             schema = file.schema_arrow
             for column in columns:
                 if column not in schema.names:
-                    raise UserError(f"{path}: no column {column!r}{nearest(column, schema.names)}; set data.columns")
+                    raise UserError(f"{path}: no column {column!r}; set data.columns{nearest(column, schema.names)}")
             found = file.read(columns=list(dict.fromkeys(columns)))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
         raise UserError(f"{path}: not a whole Parquet file: {e}") from None
@@ -180,7 +188,7 @@ def from_tfds(folder: str, split: str, columns: Sequence[str], errors: str = "st
     data, features = tfds_source.opened(item)
     for column in columns:
         if column not in features:
-            raise UserError(f"{folder}: no feature {column!r}{nearest(column, features)}; set data.columns")
+            raise UserError(f"{folder}: no feature {column!r}; set data.columns{nearest(column, features)}")
     rows = [
         (number, [_value(record[c], features[c], item, number) for c in columns])
         for number, record in tfds_source.numbered(data, item)
