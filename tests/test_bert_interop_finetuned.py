@@ -33,9 +33,7 @@ def test_the_best_step_goes_out_with_its_labels_and_comes_in_again(run, tmp_path
     card = (out / "README.md").read_text()
     assert f"| step | {tuned.step} |" in card and "| heldout accuracy | " in card and "0. thing\n1. animal" in card
     assert "bert-jax finetune TASK.toml" in card and str(run.parent.parent) not in card
-    with pytest.raises(
-        UserError, match=r"a folder of another program, not a run; .*bert-jax import "
-    ):
+    with pytest.raises(UserError, match=r"a folder of another program, not a run; .*bert-jax import "):
         load_finetuned(out)
     again = load_finetuned(imports.import_folder(out, tmp_path / "again"))
     ours, theirs = (probe_logits(x.params, x.config, x.head)["classification"] for x in (tuned, again))

@@ -11,7 +11,7 @@ import tiny_run
 
 from transformer_jax import calibration, checkpoint, plan_report, pod_check, pod_check_part, topologies
 from transformer_jax.calibration import Measurement
-from transformer_jax.config import ConfigError, UserError
+from transformer_jax.config import UserError
 from transformer_jax.pod_check_part import Until
 from transformer_jax.translation.config import TranslationConfig
 
@@ -75,12 +75,19 @@ def test_devices_are_known_by_what_plans_call_them(kind, devices, name):
 
 def test_what_cannot_be_a_check_is_refused(tmp_path):
     config = tiny_run.config(tmp_path)  # of 20 steps
+    (tmp_path / "none.json").write_text("no JSON")
+    (tmp_path / "other.json").write_text("{}")
     for args, words, message in (
         (arguments(steps=20), [], r"train.steps is 20, and a check makes 20 .* --steps 10"),
         (arguments(steps=3), [], "it must be at least 4"),
         (arguments(), ["--run_dir", "x"], "say --out FOLDER"),
+        (arguments(limit=float("nan")), [], "--limit is nan"),
+        (arguments(plan=str(tmp_path / "no.json")), [], r"no\.json cannot be read: .*No such file"),
+        (arguments(plan=str(tmp_path / "none.json")), [], r"none\.json cannot be read"),
+        (arguments(plan=str(tmp_path / "other.json")), [], r"other\.json is not what `plan --json` prints"),
+        (arguments(topology="v5e-17"), [], "no such pod"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(UserError, match=message):
             pod_check.check(args, "bert_jax.main", config, words)
 
 
@@ -117,9 +124,6 @@ def test_where_no_plan_can_be_made_the_reason_stands_in_place_of_a_number(tmp_pa
     facts = {"device_kind": "cpu", "devices": 4, "slices": 1, "platform": "cpu", "local_devices": 2}
     job = pod_check.Check(arguments(), "bert_jax.main", [])
     assert pod_check._plan(job, facts) == (None, "no plan: none can be made for 4 devices of kind 'cpu'")
-    (tmp_path / "plan.json").write_text("no JSON")
-    job.args.plan = str(tmp_path / "plan.json")
-    assert pod_check._plan(job, facts)[1].startswith(f"no plan: {job.args.plan} is not what `plan --json` prints")
 
 
 def measurement(**changes):

@@ -127,6 +127,12 @@ def check(args: argparse.Namespace, module: str, config: Any, words: Sequence[st
         )
     if any(word.partition("=")[0] == "--run_dir" for word in words):
         raise ConfigError("--run_dir is no option of a check, which has folders of its own; say --out FOLDER")
+    if not args.limit > 0:
+        raise ConfigError(f"--limit is {args.limit}; it must be a number of seconds")
+    if args.plan:
+        _read_plan(args.plan)
+    elif args.topology:
+        topologies.pod(args.topology)
     job = Check(args, module, words)
     before = signal.signal(signal.SIGTERM, _leave)
     try:
@@ -267,10 +273,7 @@ def _plan(job: Check, facts: Mapping[str, Any]) -> tuple[dict[str, Any] | None, 
     """The plan of the run on these devices as `plan --json` gives it, or why there is none."""
     args = job.args
     if args.plan:
-        try:
-            return json.loads(storage.path(args.plan).read_bytes()), ""
-        except (OSError, ValueError) as e:
-            return None, f"no plan: {args.plan} is not what `plan --json` prints ({e})"
+        return _read_plan(args.plan), ""
     topology = args.topology or topologies.of_devices(facts["device_kind"], facts["devices"] // facts["slices"])
     if not topology:
         return None, f"no plan: none can be made for {facts['devices']} devices of kind {facts['device_kind']!r}"
@@ -286,6 +289,17 @@ def _plan(job: Check, facts: Mapping[str, Any]) -> tuple[dict[str, Any] | None, 
     if not said.strip():
         return None, f"no plan: `plan --topology {topology}` ended with exit code {code}; the lines above say why"
     return json.loads(said), ""
+
+
+def _read_plan(name: str) -> dict[str, Any]:
+    """Raises UserError for a file that is not there, or that `plan --json` has not printed."""
+    try:
+        found = json.loads(storage.path(name).read_bytes())
+    except (OSError, ValueError) as e:
+        raise UserError(f"--plan {name} cannot be read: {e}") from None
+    if not isinstance(found, dict) or not {"pod", "memory"} <= found.keys():
+        raise UserError(f"--plan {name} is not what `plan --json` prints")
+    return found
 
 
 def _planned_seconds(plan: Mapping[str, Any]) -> tuple[float, ...]:
