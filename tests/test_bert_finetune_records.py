@@ -199,6 +199,9 @@ def test_numbers_sets_of_labels_and_labels_that_are_numbers(tmp_path: Path) -> N
     """C123: a regression has float labels."""
     name = write(tmp_path / "x.tsv", "text\tlabel\na\t3.8\nb\t5\nc\t0\n")
     assert [e.label for e in records.read(task(tmp_path, "regression"), name).examples] == [3.8, 5.0, 0.0]
+    thousand = write(tmp_path / "thousand.tsv", "text\tlabel\na\t1_000\n")
+    with pytest.raises(UserError, match="line 2: column 'label' holds '1_000'; it must be a number"):
+        records.read(task(tmp_path, "regression"), thousand)
     with pytest.raises(UserError, match="line 3: column 'label' holds 'nan'; it must be a number"):
         records.read(task(tmp_path, "regression"), write(tmp_path / "n.tsv", "text\tlabel\na\t3.8\nb\tnan\n"))
     name = write(tmp_path / "m.tsv", "text\tlabel\na\tred, blue,red\nb\t\nc\tblue\n")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_bert import tiny_tokenizer
 
-from bert_jax.finetune import features, outputs
+from bert_jax.finetune import features, outputs, sweep
 from bert_jax.finetune.evaluation import figure_names, figures, matrix_lines
 from bert_jax.finetune.loading import is_finetuned
 from bert_jax.finetune.predict import plain_examples
@@ -154,3 +154,11 @@ def test_the_f1_of_one_class_is_given_where_it_is_asked_for(positive, f1):
     scores = figures(task, HeadConfig("classification", task.labels), found, 0.5)
     assert tuple(scores) == figure_names(task) and scores["n"] == 4 and scores["accuracy"] == 0.75
     assert scores.get("f1") == (None if f1 is None else pytest.approx(f1))
+
+
+def test_long_figures_do_not_run_together_in_the_table():
+    figures = {"mse": 250048.8356, "loss": 250048.8438, "n": 4.0}
+    one = {"learning_rate": 2e-5, "seed": 0, "step": 1, "folder": "", "dev": {"dev": figures}}
+    best = {"learning_rate": 2e-5, "seed": 0, "step": 1, "folder": ""}
+    said = sweep.table({"trainings": [one], "summary": [], "best": best, "metric": "mse", "run": "r"})
+    assert said.splitlines()[2].split() == ["2e-05", "0", "1", "250048.8356", "250048.8438"]

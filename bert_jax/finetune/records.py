@@ -223,7 +223,7 @@ def _example(
 def _label(task: TaskConfig, value: Any, line: int, where: str, column: str) -> str | float | tuple[str, ...]:
     if task.kind == "regression":
         try:
-            number = float(value)
+            number = math.nan if "_" in str(value) else float(value)  # Python would read 1_000
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):

@@ -217,7 +217,9 @@ def table(results: dict[str, Any]) -> str:
     many = len(results["trainings"]) > 1
     for name in results["trainings"][0]["dev"]:
         keys = [k for k in results["trainings"][0]["dev"][name] if k != "n"]
-        widths = {k: max(10, len(k) + 2) for k in keys}
+        # No mean or deviation is longer than the longest figure.
+        longest = max(len(f"{r['dev'][name].get(k, math.nan):.4f}") for r in results["trainings"] for k in keys)
+        widths = {k: max(10, longest + 2, len(k) + 2) for k in keys}
         n = results["trainings"][0]["dev"][name]["n"]
         lines.append(f"{name}, n = {n:.0f}")
         lines.append(f"{'rate':>10}{'seed':>6}{'step':>8}" + "".join(f"{k:>{widths[k]}}" for k in keys))
