@@ -59,6 +59,12 @@ def test_a_bad_row_stops_a_prediction_since_each_line_is_to_have_one(tmp_path: P
         records.read(task(tmp_path), name, labelled=False)
 
 
+@pytest.mark.parametrize("name", ["a/b", "", "a b"])
+def test_a_name_of_a_file_that_could_be_in_no_file_name_is_refused_before_training(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="a name has letters, digits"):
+        task(tmp_path, dev={name: "dev.tsv"})
+
+
 def test_a_blank_line_of_jsonl_is_no_example_and_stops_a_prediction(tmp_path: Path) -> None:
     name = write(tmp_path / "a.jsonl", '{"text": "a", "label": "x"}\n\n{"text": "b", "label": "y"}\n\n')
     found = records.read(task(tmp_path), name)

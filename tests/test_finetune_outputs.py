@@ -9,7 +9,7 @@ import pytest
 from tiny_bert import tiny_tokenizer
 
 from bert_jax.finetune import features, outputs, sweep
-from bert_jax.finetune.evaluation import figure_names, figures, matrix_lines
+from bert_jax.finetune.evaluation import Scores, figure_names, figures, matrix_lines
 from bert_jax.finetune.loading import is_finetuned
 from bert_jax.finetune.predict import plain_examples
 from bert_jax.finetune.records import Example
@@ -162,3 +162,16 @@ def test_long_figures_do_not_run_together_in_the_table():
     best = {"learning_rate": 2e-5, "seed": 0, "step": 1, "folder": ""}
     said = sweep.table({"trainings": [one], "summary": [], "best": best, "metric": "mse", "run": "r"})
     assert said.splitlines()[2].split() == ["2e-05", "0", "1", "250048.8356", "250048.8438"]
+
+
+def test_predictions_of_dev_and_test_files_of_one_name_are_kept_apart(tmp_path):
+    """As MNLI's task file has them: matched and mismatched, of both."""
+    examples = [Example("0", 1, text_a="hello", label="a")]
+    task, head = TaskConfig(labels=("a", "b")), HeadConfig("classification", ("a", "b"))
+    encoded = features.encode(task, examples, TOKENIZER, labelled=False)
+    dev, test = (outputs.predictions(task, head, examples, encoded, np.array([x])) for x in ([2.0, 0.0], [0.0, 2.0]))
+    scores = Scores(task, head, {}, {}, {}, {"matched": dev, "more": dev}, {"matched": test})
+    names = [path.name for path in scores.write(tmp_path)]
+    assert names == ["predictions_dev_matched.tsv", "predictions_more.tsv", "predictions_test_matched.tsv"]
+    last = [(tmp_path / name).read_text().splitlines()[1].split("\t")[1:-2] for name in names]
+    assert last == [["a", "a"], ["a", "a"], ["b"]]

@@ -114,7 +114,10 @@ def with_labels(task: TaskConfig, train: Records) -> TaskConfig:
             raise ConfigError(f"labels is {list(labels)}; a task of the kind {task.kind} has none")
     else:
         labels = labels or records.labels_of(train)
-        if len(labels) < (1 if task.kind == "multi_label" else 2):
+        least = 1 if task.kind == "multi_label" else 2
+        if task.labels and len(labels) < least:
+            raise ConfigError(f"labels is {list(labels)}; name all of them, two or more, or leave it out")
+        if len(labels) < least:
             raise UserError(
                 f"{train.path}: the only label is {', '.join(labels)}; two or more are needed to learn from"
             )
@@ -211,15 +214,20 @@ class Scores:
     test: dict[str, Predictions]
 
     def write(self, folder: Path) -> list[Path]:
-        """Write `predictions_NAME.tsv` (tags `.txt`, answers `.json`) for each dev and test file, a line an example."""
+        """Write `predictions_NAME.tsv` (tags `.txt`, answers `.json`) for each dev and test file, a line an example.
+
+        Where a dev and a test file have one name, theirs are `predictions_dev_NAME` and `predictions_test_NAME`.
+        """
         out: list[Path] = []
         threshold = self.settings.get("null_threshold")
-        for name, found in (*self.dev.items(), *self.test.items()):
-            labelled = name in self.dev
+        files = [("dev", *item) for item in self.dev.items()] + [("test", *item) for item in self.test.items()]
+        for split, name, found in files:
+            stem = f"predictions_{f'{split}_{name}' if name in self.dev and name in self.test else name}"
+            labelled = split == "dev"
             if self.head.kind == "span":
-                out += outputs.write_spans(folder / f"predictions_{name}.json", found, threshold)[:1]
+                out += outputs.write_spans(folder / f"{stem}.json", found, threshold)[:1]
                 continue
-            path = folder / f"predictions_{name}.{'txt' if self.head.kind == 'tagging' else 'tsv'}"
+            path = folder / f"{stem}.{'txt' if self.head.kind == 'tagging' else 'tsv'}"
             first = outputs.header(self.task, self.head, labelled)
             body = list(outputs.lines(self.task, self.head, found, labelled))
             path.write_text("".join(f"{x}\n" for x in ([first] if first else []) + body), encoding="utf-8")

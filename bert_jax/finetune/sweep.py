@@ -233,7 +233,8 @@ def table(results: dict[str, Any]) -> str:
                 lines.append(f"{of_rate['learning_rate']:>10g}{label:>6}{'':8}" + shown)
     best = results["best"]
     which = f"rate {best['learning_rate']:g}, seed {best['seed']}, " if many else ""
-    lines.append(f"best by {results['metric']}: {which}step {best['step']} ({results['run']})")
+    how = f"best by {results['metric']}" if results["trainings"][0]["dev"] else "no dev file, so the last"
+    lines.append(f"{how}: {which}step {best['step']} ({results['run']})")
     chosen = next(r for r in results["trainings"] if r["folder"] == best["folder"])
     for name, matrix in chosen.get("confusion", {}).items():
         lines += ["", f"{name}: confusion matrix (rows: true, columns: predicted)", *evaluation.matrix_lines(matrix)]

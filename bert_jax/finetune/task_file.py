@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -72,6 +73,14 @@ class DataConfig:
     """Between the labels of one example of a multi-label task."""
     tag_scheme: Literal["iob2", "iob1", "bioes"] = "iob2"
     """Of the files; tags are turned into IOB2 when they are read."""
+
+    def __post_init__(self) -> None:
+        for split in ("dev", "test"):
+            for name in splits(split, getattr(self, split)):
+                if not re.fullmatch(r"[\w.-]+", name):  # it becomes a part of the names of files
+                    raise ConfigError(
+                        f"data.{split} has a file called {name!r}; a name has letters, digits and . _ - alone"
+                    )
 
 
 @dataclasses.dataclass(frozen=True)
