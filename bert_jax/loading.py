@@ -112,6 +112,10 @@ def read(checkpoint: str | Path, *, seed: int | None = 0, say: Callable[[str], N
 def read_published(checkpoint: str | Path, say: Callable[[str], None] = _log) -> Published | None:
     """What another program's folder holds; None for a run."""
     path = storage.path(checkpoint)
+    if (path / "model.safetensors").is_file() and not (path / "config.json").is_file():
+        raise UserError(
+            f"{checkpoint} has a model.safetensors and no config.json, without which its sizes are not known"
+        )
     if (path / "config.json").is_file():
         return huggingface.read(storage.fetch(path), say)
     return tf1.read(storage.fetch(path), say) if tf1.is_folder(path) else None

@@ -335,6 +335,15 @@ def test_weights_in_several_files_and_in_half_precision_are_read(tmp_path, token
         np.testing.assert_allclose(value, tensors[name], rtol=4e-3, atol=1e-7)
 
 
+def test_whole_numbers_as_of_a_quantised_model_are_refused(tmp_path, tokenizer):
+    out, _ = exported(tmp_path, tiny_config(vocab_size=tokenizer.vocab_size), tokenizer)
+    tensors = load_file(out / "model.safetensors")
+    name = next(n for n in sorted(tensors) if n.endswith("query.weight"))
+    save_file(tensors | {name: tensors[name].astype(np.int8)}, out / "model.safetensors")
+    with pytest.raises(UserError, match=rf"{name} holds int8, as quantised models do"):
+        huggingface.read_folder(out)
+
+
 @pytest.mark.parametrize(
     "change",
     [

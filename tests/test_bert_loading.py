@@ -102,6 +102,12 @@ def test_what_is_no_checkpoint_is_refused_with_a_message(run, tmp_path):
             loading.load(name)
 
 
+def test_a_folder_whose_config_is_missing_is_said_to_lack_it(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"has a model\.safetensors and no config\.json"):
+        loading.load(tmp_path)
+
+
 def test_parameters_named_by_an_unknown_scheme_are_refused(run, tmp_path, monkeypatch):
     step, params, data, meta = loading.checkpoints.read_params(run[0])
     changed = (step, params, data, meta | {"naming": 2})

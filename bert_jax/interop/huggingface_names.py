@@ -95,6 +95,12 @@ def from_hf(
     if drawn and seed is not None:
         say(f"drawn at random with seed {seed}, since the source has none: {', '.join(drawn)}")
 
+    whole = sorted(name for name in names & found.keys() if found[name].dtype.kind in "biu")
+    if whole:
+        raise UserError(
+            f"{whole[0]} holds {found[whole[0]].dtype}, as quantised models do (of {len(whole)} tensors); only floating "
+            "point can be read: export the model in float32, float16 or bfloat16"
+        )
     converted = sorted({str(v.dtype) for v in found.values() if v.dtype != np.float32})
     if converted:
         say(f"converted to float32 from {', '.join(converted)}")
