@@ -98,8 +98,8 @@ def from_hf(
     whole = sorted(name for name in names & found.keys() if found[name].dtype.kind in "biu")
     if whole:
         raise UserError(
-            f"{whole[0]} holds {found[whole[0]].dtype}, as quantised models do (of {len(whole)} tensors); only floating "
-            "point can be read: export the model in float32, float16 or bfloat16"
+            f"{whole[0]} holds {found[whole[0]].dtype}, as quantised models do (of {len(whole)} tensors); floating "
+            "point alone can be read: export the model in float32, float16 or bfloat16"
         )
     converted = sorted({str(v.dtype) for v in found.values() if v.dtype != np.float32})
     if converted:
