@@ -352,6 +352,7 @@ def test_questions_without_answers_need_version_2(tmp_path: Path) -> None:
         records.read(task(tmp_path, "span"), name)
     found = records.read(task(tmp_path, "span", version_2=True), name)
     assert [(e.is_impossible, e.answers) for e in found.examples] == [(False, (("Ann", 0),)), (True, ())]
+    assert "1 problem (question 2: it is marked as impossible, which counts, and has an answer" in found.report()
 
 
 def test_a_squad_file_of_another_form_is_named(tmp_path: Path) -> None:

@@ -53,17 +53,19 @@ class Records:
     Attributes:
       path: what messages call the file.
       problems: line, and what is wrong with it: rows that were left out, answers that are not where they should be.
+      unit: what the numbers of examples count: lines, or the questions of a SQuAD file.
     """
 
     path: str
     examples: tuple[Example, ...]
     problems: tuple[tuple[int, str], ...] = ()
+    unit: str = "line"
 
     def report(self) -> str:
         """The problems as one line, or an empty text."""
         if not self.problems:
             return ""
-        shown = "; ".join(f"line {line}: {what}" for line, what in self.problems[:SHOWN])
+        shown = "; ".join(f"{self.unit} {line}: {what}" for line, what in self.problems[:SHOWN])
         more = f"; and {len(self.problems) - SHOWN} more" if len(self.problems) > SHOWN else ""
         return (
             f"{self.path}: {len(self.examples)} examples read, {len(self.problems)} problem"
@@ -102,19 +104,20 @@ def read(task: TaskConfig, name: str, labelled: bool = True) -> Records:
         problems = list(table.problems)
         rows = (_example(task, columns, n, v, where, i, labelled) for i, (n, v) in enumerate(table.rows))
     examples = [*rows]
+    unit = "question" if kind == "squad" else "line"
     if not labelled:
         if problems:
             line, what = problems[0]
             raise UserError(f"{where}: line {line} has {what}; each line is to have a prediction, so mend or remove it")
-        _refuse_twice(examples, where)
-        return Records(where, tuple(examples))
+        _refuse_twice(examples, where, unit)
+        return Records(where, tuple(examples), unit=unit)
     if task.kind == "span":
         examples, found = _checked_answers(examples, task.span.version_2, where)
         problems += found
-    records = Records(where, tuple(examples), tuple(sorted(problems)))
+    records = Records(where, tuple(examples), tuple(sorted(problems)), unit)
     if not examples:
         raise UserError(records.report() or f"{where}: 0 examples; the file has none")
-    _refuse_twice(examples, where)
+    _refuse_twice(examples, where, unit)
     return records
 
 
@@ -304,12 +307,12 @@ def _iob2(task: TaskConfig, tags: Sequence[str], line: int, where: str) -> tuple
         raise UserError(f"{where}: the sentence that starts in line {line}: {e}") from None
 
 
-def _refuse_twice(examples: Sequence[Example], where: str) -> None:
+def _refuse_twice(examples: Sequence[Example], where: str, unit: str) -> None:
     first: dict[str, int] = {}
     for example in examples:
         if example.id in first:
             raise UserError(
-                f"{where}: the id {example.id!r} is there twice, at lines {first[example.id]} and {example.line}; "
+                f"{where}: the id {example.id!r} is there twice, at {unit}s {first[example.id]} and {example.line}; "
                 "each example needs an id of its own"
             )
         first[example.id] = example.line
@@ -328,7 +331,7 @@ def _sentences(task: TaskConfig, path: Path, labelled: bool) -> Iterator[Example
 def _questions(path: Path, errors: str, labelled: bool) -> Iterator[Example]:
     for number, (context, question) in enumerate(squad_file.questions(path, errors), 1):
         impossible = labelled and bool(question.get("is_impossible", False))
-        answers = () if impossible or not labelled else _answers(question.get("answers"), number, str(path))
+        answers = _answers(question.get("answers"), number, str(path)) if labelled else ()
         key = str(question.get("id", number - 1))
         yield Example(key, number, question["question"], context, answers=answers, is_impossible=impossible)
 
@@ -340,11 +343,17 @@ def _checked_answers(
     out, problems = [], []
     for example in examples:
         context, answers = example.text_b or "", []
-        if not example.answers and not version_2:
+        if (example.is_impossible or not example.answers) and not version_2:
             raise UserError(
                 f"{where}: question {example.line} ({example.id}) has no answer; set span.version_2 = true for a set "
                 "in which some have none"
             )
+        if example.is_impossible and example.answers:
+            # SQuAD's own scoring would take the answers; in its files none is so marked and has some.
+            problems.append(
+                (example.line, "it is marked as impossible, which counts, and has an answer, which does not")
+            )
+            example = dataclasses.replace(example, answers=())
         for text, start in example.answers:
             there = start >= 0 and text != "" and context[start : start + len(text)] == text
             answers.append((text, start if there else -1))
