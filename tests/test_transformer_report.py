@@ -1,13 +1,17 @@
 """What a run says of itself: metrics.jsonl, the log, the console, the page."""
 
+import errno
 import json
 import re
 import subprocess
 import sys
+import threading
 import xml.etree.ElementTree as ElementTree
+from unittest import mock
 
 import pytest
 
+from transformer_jax.config import UserError
 from transformer_jax.page import write_page
 from transformer_jax.report import Reporter, drop_records_after, read_records
 
@@ -115,6 +119,18 @@ def test_tensorboard_gets_the_numbers(tmp_path):
     assert b"train/mlm_loss" in events.read_bytes()
 
 
+def test_a_full_disk_ends_a_run_with_a_sentence_and_no_thread_waits_for_room(tmp_path, monkeypatch):
+    """Of a thread that writes events nobody hears that it has ended, and its full queue stops training for ever."""
+    threads = threading.active_count()
+    with Reporter(tmp_path, 10, 1) as reporter:
+        assert threading.active_count() == threads
+        reporter.step(1, values(1), 0.0, 0.0)
+        full = OSError(errno.ENOSPC, "No space left on device")
+        monkeypatch.setattr(reporter._board, "add", mock.Mock(side_effect=full))
+        with pytest.raises(UserError, match="the disk is full, so the run's records cannot be written"):
+            reporter.step(2, values(2), 0.0, 0.0)
+
+
 def test_the_page_is_one_file_with_its_curves(tmp_path):
     report(tmp_path, 0, 10, held_out=(4, 8))
     path = write_page(tmp_path, {"Held out": {"loss": 1.25, "n/mlm": 1234}}, {"Settings": "a < b & c"})
@@ -142,6 +158,7 @@ def test_pytorch_is_not_imported_for_tensorboard(tmp_path):
     """Its import takes seconds of every start, where it happens to be installed."""
     program = f"""
 import sys
+import threading
 from pathlib import Path
 from transformer_jax.report import Reporter
 with Reporter(Path({str(tmp_path)!r}), 1, 1):

@@ -7,12 +7,13 @@ goes to standard error: results, which go to standard output, are the commands' 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +23,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from transformer_jax import start_up, storage
+from transformer_jax.board import Board
+from transformer_jax.config import UserError
 from transformer_jax.goodput import Clock, TimesFile, table
 
 # Peak bfloat16 FLOP/s of one device, by what JAX calls it (vendors' data sheets; v2 and v3 count cores, 7x halves).
@@ -87,7 +90,7 @@ class Reporter:
             self._log = (run_dir / "log.txt").open("a", encoding="utf-8")
             self._times = TimesFile(run_dir, self.clock, first_step)
             self._step = first_step
-            self._board = _summary_writer(run_dir / "tensorboard", first_step + 1)
+            self._board = Board(run_dir / "tensorboard", first_step + 1)
             if self.console.is_terminal:
                 self._progress = Progress(
                     TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(),
@@ -107,7 +110,22 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # After an error it is the error that counts, and what is closed may have met the same.
+        with contextlib.suppress(OSError) if kind is not None else contextlib.nullcontext():
+            self.close()
+
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[None]:
+        """Say in which folder a full disk is."""
+        try:
+            yield
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise UserError(
+                f"{self.run_dir}: the disk is full, so the run's records cannot be written; make room, and the same "
+                "command goes on from the newest checkpoint"
+            ) from e
 
     def timed(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Time of a phase of the clock. What is not training (compilation, evaluation, saving) is kept out of the rates
@@ -118,7 +136,8 @@ class Reporter:
         """Note what the time went to up to this step, of which a save has begun or a line was written."""
         if self.writes:
             self._step = step
-            self._times.write(step)
+            with self._room():
+                self._times.write(step)
             self._send()
 
     def step(self, step: int, values: dict[str, float], flops: float, waited: float) -> None:
@@ -176,8 +195,9 @@ class Reporter:
         """A line for people, on standard error and in log.txt."""
         if not self.writes:
             return
-        self._log.write(time.strftime("%Y-%m-%d %H:%M:%S ") + text + "\n")
-        self._log.flush()
+        with self._room():
+            self._log.write(time.strftime("%Y-%m-%d %H:%M:%S ") + text + "\n")
+            self._log.flush()
         if self._progress is not None:
             self.console.print(text, highlight=False, markup=False)
         else:
@@ -207,11 +227,11 @@ class Reporter:
             return
         # JSON has no NaN and no infinity: a number that is not finite is written as null.
         shown = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._records.write(json.dumps(shown, allow_nan=False) + "\n")
-        self._records.flush()
-        for key, value in record.items():
-            if isinstance(value, float):
-                self._board.add_scalar(f"{record['split']}/{key}", value, record["step"])
+        with self._room():
+            self._records.write(json.dumps(shown, allow_nan=False) + "\n")
+            self._records.flush()
+            numbers = {f"{record['split']}/{k}": v for k, v in record.items() if isinstance(v, float)}
+            self._board.add(record["step"], numbers)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -234,18 +254,6 @@ def drop_records_after(path: Path, step: int) -> None:
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
         temporary.replace(path)
-
-
-def _summary_writer(folder: Path, purge_step: int) -> Any:
-    """TensorBoard's writer. tensorboardX imports PyTorch where it finds it, which takes seconds, for nothing here."""
-    had = "torch" in sys.modules
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # with which an import of it fails
-    try:
-        from tensorboardX import SummaryWriter
-    finally:
-        if not had:
-            del sys.modules["torch"]
-    return SummaryWriter(str(folder), purge_step=purge_step)
 
 
 def _values(record: dict[str, Any]) -> dict[str, float]:
