@@ -87,6 +87,12 @@ def test_the_command_line_has_the_last_word(write):
     assert config.mesh.preset == "fsdp" and config.examples.pack is False
 
 
+@pytest.mark.parametrize(("said", "meant"), [("false", False), ("False", False), ("true", True)])
+def test_booleans_are_said_as_in_a_file_too(write, said, meant):
+    assert load_run(write(""), ["--examples.pack", said]).examples.pack is meant
+    assert load_run(write(""), ["--data.recipe", "true"]).data.recipe == "true"
+
+
 def test_a_preset_on_the_command_line_is_the_model_and_not_just_its_name(write):
     path = write('preset = "bert-tiny"\n[model]\nhidden_dropout_prob = 0.0\n')
     for arguments in (["--preset", "bert-small"], ["--train.seed", "3", "--preset=bert-small", "--train.steps", "9"]):

@@ -81,10 +81,22 @@ def override(config: C, arguments: Sequence[str], prog: str) -> C:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(type(config), args=list(arguments), default=config, prog=prog, config=plain)
+            return tyro.cli(type(config), args=_booleans(config, arguments), default=config, prog=prog, config=plain)
     finally:
         # A command's own --help is about the command; the list of keys has another name.
         sys.stderr.write(said.getvalue().replace(f"{prog} --help", f"{prog} --keys"))
+
+
+def _booleans(config: Any, arguments: Sequence[str]) -> list[str]:
+    """The arguments with `true` and `false`, as files have them, the way Python writes them."""
+    found: list[str] = []
+    for argument in arguments:
+        key = found[-1].removeprefix("--") if found and found[-1].startswith("--") else ""
+        with contextlib.suppress(AttributeError):
+            if argument in ("true", "false") and isinstance(value_of(config, key.replace("-", "_")), bool):
+                argument = argument.capitalize()
+        found.append(argument)
+    return found
 
 
 def check_resume(
