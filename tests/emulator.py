@@ -1,4 +1,9 @@
-"""Google Cloud Storage on this machine for tests: an emulator, and a way to it that breaks off."""
+"""Google Cloud Storage on this machine for tests: an emulator, and a way to it that breaks off.
+
+    python tests/emulator.py
+
+runs the emulator with the empty bucket gs://bkt until Ctrl-C, and prints what to set in another terminal to use it.
+"""
 
 import contextlib
 import http.server
@@ -138,3 +143,10 @@ def put(patch, port: int, cache: os.PathLike) -> None:
         patch.setenv(name, value)
     patch.setitem(conf, "gcs", {**conf.get("gcs", {}), "token": "anon"})
     patch.setenv("XDG_CACHE_HOME", str(cache))
+
+
+if __name__ == "__main__":
+    with running() as started:
+        print("\n".join(f"export {name}={value}" for name, value in environment(started).items()), flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -32,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from transformer_jax import config as core
-from transformer_jax import hlo_text
+from transformer_jax import hlo_text, supervisor
 from transformer_jax.config import UserError
 from transformer_jax.hlo_text import Schedule, Shortage
 from transformer_jax.topologies import Pod
@@ -159,6 +160,7 @@ def figures(
                 text=True,
                 errors="replace",
                 timeout=timeout,
+                preexec_fn=functools.partial(supervisor.end_with, os.getpid()),
             )
         except subprocess.TimeoutExpired:
             raise UserError(f"compiling for {pod.name} took longer than {timeout:.0f} s and was ended") from None

@@ -93,7 +93,8 @@ def search(
                 made = plan(program, apply(config, changes), pod, run=run, cache=cache, probe=False)
                 tried[key] = Try(changes, made)
             except UserError as e:
-                tried[key] = Try(changes, None, str(e).splitlines()[0])
+                lines = str(e).splitlines()  # what the compiler said last is why
+                tried[key] = Try(changes, None, ": ".join(dict.fromkeys([lines[0], lines[-1].strip()])))
             say("  " + outcome(tried[key]))
         return tried[key]
 
