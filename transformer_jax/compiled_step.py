@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -160,7 +159,6 @@ def figures(
                 text=True,
                 errors="replace",
                 timeout=timeout,
-                preexec_fn=functools.partial(supervisor.end_with, os.getpid()),
             )
         except subprocess.TimeoutExpired:
             raise UserError(f"compiling for {pod.name} took longer than {timeout:.0f} s and was ended") from None
@@ -220,6 +218,7 @@ def _failure(code: int, said: str, pod: Pod) -> str:
 def main() -> None:
     """The child: reads a request on standard input, and writes its answer to the file that is named there."""
     request = json.loads(sys.stdin.read())
+    supervisor.end_with(request["parent"])
     try:
         found: Any = _child(request)
     except UserError as e:
