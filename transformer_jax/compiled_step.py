@@ -146,7 +146,7 @@ def figures(
     }
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
         answer = Path(folder) / "answer.json"
-        request["answer"] = str(answer)
+        request |= {"answer": str(answer), "parent": os.getpid()}
         environment = {**os.environ, **ENVIRONMENT}
         environment.pop("XLA_FLAGS", None)  # flags of a CPU or of tests; they would change the program
         environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
