@@ -4,6 +4,7 @@ import atexit
 import importlib.metadata
 import os
 import shutil
+import signal
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -22,6 +23,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import jax
 
+# What a shell runs in the background ignores Ctrl-C, and so would every program that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
