@@ -23,9 +23,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import jax
 
-# What a shell runs in the background ignores Ctrl-C, and so would every program that a test starts and interrupts.
+# What a shell runs in the background ignores Ctrl-C, and what nohup runs ignores the end of the terminal; so would each
+# program that a test starts and signals.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
