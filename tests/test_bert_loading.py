@@ -108,6 +108,13 @@ def test_a_folder_whose_config_is_missing_is_said_to_lack_it(tmp_path):
         loading.load(tmp_path)
 
 
+@pytest.mark.parametrize("read", [loading.load, loading.checkpoints.verify])
+def test_a_folder_of_several_trainings_names_them(tmp_path, read):
+    (tmp_path / "seed0" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"those of several trainings lie apart: name .*seed0"):
+        read(tmp_path)
+
+
 def test_parameters_named_by_an_unknown_scheme_are_refused(run, tmp_path, monkeypatch):
     step, params, data, meta = loading.checkpoints.read_params(run[0])
     changed = (step, params, data, meta | {"naming": 2})

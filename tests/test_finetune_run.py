@@ -129,6 +129,15 @@ def test_standard_input_is_predicted_in_order_and_in_chunks(run, monkeypatch, ca
     assert "line 2 has 1 text" in capsys.readouterr().err
 
 
+def test_predictions_do_not_replace_the_file_that_they_are_of(run, tmp_path, monkeypatch, capsys):
+    file = write_tsv(tmp_path / "new.tsv", 3, label=False)
+    before = file.read_text()
+    monkeypatch.chdir(tmp_path)
+    assert program.main(["predict", str(run[0]), str(file), "--out", "new.tsv"]) == 2
+    assert "new.tsv is read and would be written over; name another file" in capsys.readouterr().err
+    assert file.read_text() == before
+
+
 def test_rows_past_the_position_table_are_refused_before_anything_is_compiled(base, run, tmp_path, monkeypatch, capsys):
     """C014: in finetune and in predict; the model has 32 positions."""
     task(tmp_path)
@@ -172,6 +181,22 @@ def test_a_finished_run_is_kept_and_other_settings_are_refused(base, run):
     assert again["trainings"] == run[1]["trainings"] and any("finished before" in line for line in said)
     with pytest.raises(ConfigError, match=r"optimizer\.learning_rate"):
         finetune(task(folder, TASK, "--train.learning_rate", "1e-4"), str(base), say=quiet)
+
+
+@pytest.mark.parametrize("file", ["train", "dev"])
+def test_a_finished_run_does_not_stand_for_files_that_have_changed(base, run, file):
+    """The same number of rows and the same settings, and other labels: the old figures would be of other data."""
+    folder = run[0].parent
+    settings = task(folder)
+    path = folder / f"{file}.tsv"
+    before = path.read_text()
+    try:
+        path.write_text(before.replace("thing", "@").replace("animal", "thing").replace("@", "animal"))
+        with pytest.raises(ConfigError, match=r"is finished, and what is in the task's files has changed since"):
+            finetune(settings, str(base), say=quiet)
+    finally:
+        path.write_text(before)
+    assert finetune(settings, str(base), say=quiet)["trainings"] == run[1]["trainings"]
 
 
 def test_seeds_are_summed_up_by_rate_and_the_best_rate_wins():

@@ -162,7 +162,7 @@ def test_a_wrong_key_value_or_metric_is_named(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
             load_task(path)
-    with pytest.raises(ConfigError, match="f1"):
+    with pytest.raises(ConfigError, match=r"'f1', which these labels do not allow; name the class .* in `positive`"):
         check_metric(task_file.TaskConfig(labels=("a", "b", "c"), metric="f1"))
     with pytest.raises(ConfigError, match="positive"):
         check_metric(task_file.TaskConfig(labels=("a", "b"), positive="c"))

@@ -92,11 +92,15 @@ def files_at_hand(args: argparse.Namespace) -> Iterator[None]:
     What it reads is fetched, what it writes is sent when it has ended well. Folders are the business of the functions
     that a command calls.
     """
-    for name in READ:
-        value = getattr(args, name, None)
-        if value and storage.is_remote(value):
-            setattr(args, name, str(storage.local_file(value)))
+    read = {name: value for name in READ if (value := getattr(args, name, None))}
     written = [(name, getattr(args, name)) for name in getattr(args, "writes", ())]
+    for _, target in written:
+        for source in read.values():
+            if target and _same(source, target):
+                raise UserError(f"{target} is read and would be written over; name another file to write")
+    for name, value in read.items():
+        if storage.is_remote(value):
+            setattr(args, name, str(storage.local_file(value)))
     remote = {name: storage.path(value) for name, value in written if value and storage.is_remote(value)}
     with tempfile.TemporaryDirectory() if remote else contextlib.nullcontext("") as folder:
         for name, target in remote.items():
@@ -109,6 +113,13 @@ def files_at_hand(args: argparse.Namespace) -> Iterator[None]:
             for file in Path(folder).iterdir():
                 storage.send_file(file, target.parent / file.name)
                 say(f"sent: {target.parent / file.name}")
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two names are of one file that is there."""
+    if storage.is_remote(one) or storage.is_remote(other):
+        return one == other
+    return Path(other).exists() and Path(one).exists() and Path(one).samefile(other)
 
 
 def add(commands: Any, name: str, function: Function, summary: str, overrides: bool = False) -> argparse.ArgumentParser:

@@ -14,6 +14,7 @@ from typing import Any
 from transformer_jax import exit_codes
 
 AGAIN_SECONDS = 0.1
+"""After which an interrupt that was ignored comes again: the callback has ended by then."""
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ def check_target(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
             instead = ", or replace an earlier export with --overwrite" if marks else ""
             raise UserError(f"{out} is not empty; give another folder{instead}")
         if not set(marks) <= contents:
-            raise UserError(f"{out} is not an earlier export (no {' and '.join(marks)}), so it is kept")
+            raise UserError(f"{out} is not an earlier export of this kind (no {' and '.join(marks)}), so it is kept")
     elif out.exists() or (not storage.is_remote(out) and out.is_symlink()):
         raise UserError(f"{out} is a file; give a folder that is new or empty")
 

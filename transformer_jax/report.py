@@ -111,7 +111,7 @@ class Reporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # After an error it is the error that counts, and what is closed may have met the same.
-        with contextlib.suppress(OSError) if kind is not None else contextlib.nullcontext():
+        with contextlib.suppress(OSError, UserError) if kind is not None else contextlib.nullcontext():
             self.close()
 
     @contextlib.contextmanager
@@ -206,7 +206,8 @@ class Reporter:
     def where_time_went(self) -> None:
         """The table of the run's time, as lines."""
         if self.writes:
-            self._times.write(self._step)
+            with self._room():
+                self._times.write(self._step)
             self.line("where the time went, over all starts of this run:")
             for line in table(self.run_dir):
                 self.line(line)
@@ -214,13 +215,14 @@ class Reporter:
     def close(self) -> None:
         if not self.writes or self._records.closed:
             return
-        self._times.write(self._step)
-        self._times.close()
         if self._progress is not None:
             self._progress.stop()
-        self._records.close()
-        self._log.close()
-        self._board.close()
+        with self._room():
+            self._times.write(self._step)
+            self._times.close()
+            self._records.close()
+            self._log.close()
+            self._board.close()
 
     def _write(self, record: dict[str, Any]) -> None:
         if not self.writes:

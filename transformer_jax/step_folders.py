@@ -73,10 +73,16 @@ def verify(checkpoint: Path | str) -> list[tuple[int, list[str]]]:
     root, step = locate(checkpoint)
     found = step_folders(root) if step is None else [step]
     if not found:
-        below = sorted(p.name for p in root.iterdir() if (p / "checkpoints").is_dir()) if root.is_dir() else []
-        hint = f"; those of several trainings lie apart: name {' or '.join(str(root / name) for name in below)}"
-        raise NoCheckpointError(f"{root}: no checkpoints here{hint if below else ''}", [])
+        raise NoCheckpointError(f"{root}: no checkpoints here{_apart(root)}", [])
     return [(number, problems_of(root / str(number))) for number in found]
+
+
+def _apart(root: Path) -> str:
+    """The end of a message about a folder without checkpoints: which folders in it have some."""
+    below = sorted(p.name for p in root.iterdir() if (p / "checkpoints").is_dir()) if root.is_dir() else []
+    if not below:
+        return ""
+    return f"; those of several trainings lie apart: name {' or '.join(str(root / name) for name in below)}"
 
 
 def _root(folder: Path) -> Path:
@@ -172,7 +178,7 @@ def newest_verified(root: Path, step: int | None = None) -> tuple[int, list[tupl
             return number, skipped
         skipped.append((number, _summary(problems)))
     if not steps(root):
-        raise NoCheckpointError(f"{root}: no complete checkpoint here", skipped)
+        raise NoCheckpointError(f"{root}: no complete checkpoint here{_apart(root)}", skipped)
     lines = "".join(f"\n  step {number}: {reason}" for number, reason in skipped)
     raise CheckpointError(
         f"{root}: none of the checkpoints can be used; bring back an undamaged one, or name another run folder to "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from bert_jax.finetune.entities import mark_entities
 from bert_jax.finetune.forward import Forward
 from bert_jax.finetune.outputs import Predictions
 from bert_jax.finetune.records import Records
+from bert_jax.finetune.rows import fingerprint
 from bert_jax.finetune.task_file import TaskConfig, splits
 from bert_jax.heads import HeadConfig
 from transformer_jax.config import ConfigError, UserError, nearest
@@ -52,6 +54,16 @@ class Data:
     @property
     def num_rows(self) -> int:
         return len(self.arrays["input_ids"])
+
+    def fingerprint(self) -> str:
+        """A digest of all files as they were read: examples with their labels, and the rows made of them."""
+        digest = hashlib.sha256()
+        for part, sets in (("train", (self.train,)), ("dev", self.dev), ("test", self.test)):
+            for one in sets:
+                digest.update(f"{part} {one.name} {fingerprint(one.features.arrays)}\n".encode())
+                for example in one.records.examples:
+                    digest.update(repr(example).encode())
+        return digest.hexdigest()
 
     @property
     def choices(self) -> int:
@@ -128,10 +140,11 @@ def check_metric(task: TaskConfig) -> None:
     """Refuse a metric that has no meaning for the labels, before anything is trained."""
     if task.positive and task.positive not in task.labels:
         raise ConfigError(f"positive is {task.positive!r}{nearest(task.positive, task.labels)}")
-    names = figure_names(task)
+    names = [name for name in figure_names(task) if name != "n"]
     if task.best_metric not in names:
+        cure = "; name the class that it is about in `positive`" if task.best_metric == "f1" else ""
         raise ConfigError(
-            f"metric is {task.best_metric!r}, which these labels do not allow{nearest(task.best_metric, names)}"
+            f"metric is {task.best_metric!r}, which these labels do not allow{cure}{nearest(task.best_metric, names)}"
         )
 
 

@@ -82,13 +82,13 @@ def finetune(
     data = evaluation.load_data(task, encoder.tokenizer, say)
     task, head = data.task, HeadConfig(task.kind, data.task.labels, task.train.dropout)
     start = train.StartConfig(checkpoint, random)
-    results, engine, forward, rate = [], None, None, None
+    results, engine, forward, rate, contents = [], None, None, None, data.fingerprint()
     for number, one in enumerate(todo):
         config = train.resolve(
             task, head, model, data.num_rows, start=start, rate=one.learning_rate, seed=one.seed,
             run_dir=str(folder / one.folder), measured=bool(data.dev),
         )  # fmt: skip
-        done = None if force else _finished(config)
+        done = None if force else _finished(config, contents)
         if done is not None:
             say(f"{config.run_dir}: finished before, kept")
             results.append(done)
@@ -111,7 +111,7 @@ def finetune(
         if found.interrupted:
             return None
         del found
-        results.append(_finish(config, one, scorer, time.perf_counter() - began, say))
+        results.append(_finish(config, one, contents, scorer, time.perf_counter() - began, say))
     return _write_results(task, checkpoint, random, folder, results)
 
 
@@ -124,18 +124,32 @@ def _check_layout(folder: Path, todo: list[Training]) -> None:
         raise ConfigError(f"{folder} holds several trainings, and the task asks for one{other}")
 
 
-def _finished(config: train.FinetuneConfig) -> dict[str, Any] | None:
-    """The result of a training that is done with these very settings."""
+def _finished(config: train.FinetuneConfig, contents: str) -> dict[str, Any] | None:
+    """The result of a training that is done with these very settings.
+
+    Args:
+      contents: `Data.fingerprint` of the files as they are now.
+
+    Raises:
+      ConfigError: it was done with other contents of the files.
+    """
     file = storage.path(config.run_dir) / RESULT
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found["result"] if found.get("config") == core.to_builtins(config) else None
+    if found.get("config") != core.to_builtins(config):
+        return None
+    if found.get("data", contents) != contents:  # results of before there was this key say nothing of it
+        raise ConfigError(
+            f"{config.run_dir} is finished, and what is in the task's files has changed since; name another folder "
+            "with --out, or have --force score the finished model on the files as they are now"
+        )
+    return dict(found["result"])
 
 
 def _finish(
-    config: train.FinetuneConfig, one: Training, scorer: evaluation.Scorer, seconds: float, say: Say
+    config: train.FinetuneConfig, one: Training, contents: str, scorer: evaluation.Scorer, seconds: float, say: Say
 ) -> dict[str, Any]:
     """Score the best step once more, write its predictions, and the result."""
     folder = storage.path(config.run_dir)
@@ -151,7 +165,7 @@ def _finish(
         with mirror.mirrored(config.run_dir) as files:
             for file in scores.write(files.local):
                 say(f"predictions: {folder / file.name}")
-        text = command.json_line({"config": core.to_builtins(config), "result": result})
+        text = command.json_line({"config": core.to_builtins(config), "data": contents, "result": result})
         write_whole(folder / RESULT, text + "\n")
     return result
 
