@@ -56,7 +56,7 @@ def test_other_errors_that_are_ignored_are_told_as_before(monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_handler_that_is_there_stays(monkeypatch):
+def test_a_handler_that_is_there_stays():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with interrupts.heard():

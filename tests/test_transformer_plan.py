@@ -270,12 +270,8 @@ def test_a_plan_for_gpus_that_does_not_fit_by_its_estimate_says_so_and_what_woul
     said = plan_report.render(plan_report.report(plan))
     assert plan.exit_code == 3 and "does not fit, by this estimate: 1.00 GiB too much" in said
     assert "about 2,867 rows of a device at once would fit" in said and "so try --train.accumulate 2, which" in said
-    assert (
-        make_plan(
-            PROGRAM, tiny_run.config(tmp_path, train_batch_size=4096, train_accumulate=2), pod("gpu:4GiB"), run="r.toml"
-        ).exit_code
-        == 0
-    )
+    halves = tiny_run.config(tmp_path, train_batch_size=4096, train_accumulate=2)
+    assert make_plan(PROGRAM, halves, pod("gpu:4GiB"), run="r.toml").exit_code == 0
 
 
 @pytest.mark.parametrize(

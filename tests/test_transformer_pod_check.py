@@ -11,7 +11,7 @@ import tiny_run
 
 from transformer_jax import calibration, checkpoint, plan_report, pod_check, pod_check_part, topologies
 from transformer_jax.calibration import Measurement
-from transformer_jax.config import UserError
+from transformer_jax.config import ConfigError, UserError
 from transformer_jax.pod_check_part import Until
 from transformer_jax.translation.config import TranslationConfig
 
@@ -85,10 +85,11 @@ def test_what_cannot_be_a_check_is_refused(tmp_path):
         (arguments(plan=str(tmp_path / "no.json")), [], r"no\.json cannot be read: .*No such file"),
         (arguments(plan=str(tmp_path / "none.json")), [], r"none\.json cannot be read"),
         (arguments(plan=str(tmp_path / "other.json")), [], r"other\.json is not what `plan --json` prints"),
-        (arguments(topology="v5e-17"), [], "no such pod"),
     ):
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(ConfigError, match=message):
             pod_check.check(args, "bert_jax.main", config, words)
+    with pytest.raises(UserError, match="--topology v5e-17: no such pod"):
+        pod_check.check(arguments(topology="v5e-17"), "bert_jax.main", config, [])
 
 
 def test_a_part_leaves_the_run_as_it_is_but_for_saving_and_evaluating(tmp_path):

@@ -292,13 +292,13 @@ def _plan(job: Check, facts: Mapping[str, Any]) -> tuple[dict[str, Any] | None, 
 
 
 def _read_plan(name: str) -> dict[str, Any]:
-    """Raises UserError for a file that is not there, or that `plan --json` has not printed."""
+    """Raises ConfigError for a file that is not there, or that `plan --json` has not printed."""
     try:
         found = json.loads(storage.path(name).read_bytes())
     except (OSError, ValueError) as e:
-        raise UserError(f"--plan {name} cannot be read: {e}") from None
+        raise ConfigError(f"--plan {name} cannot be read: {e}") from None
     if not isinstance(found, dict) or not {"pod", "memory"} <= found.keys():
-        raise UserError(f"--plan {name} is not what `plan --json` prints")
+        raise ConfigError(f"--plan {name} is not what `plan --json` prints")
     return found
 
 
