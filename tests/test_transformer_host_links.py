@@ -169,6 +169,13 @@ def test_a_process_that_is_killed_is_known_at_once(address, left):
 
 def test_silence_is_reported_and_ends_nothing(address, left, capfd):
     zero, one = together(process(address, 2, 0, silence=0.5), process(address, 2, 1, silence=600.0))
-    until(lambda: "process 1" in capfd.readouterr().err)  # which says a word only every five seconds
-    assert not left and zero.lost is None
+    said = []
+
+    def heard(words):
+        said.append(capfd.readouterr().err)
+        return words in "".join(said)
+
+    until(lambda: heard("no sign of life"))  # which says a word only every five seconds
+    assert not left and zero.lost is None and "process 1" in "".join(said)
+    until(lambda: heard("answers again"))
     one.say_goodbye(exit_codes.DONE)

@@ -96,7 +96,7 @@ def test_mistakes_are_one_line(call: Call, tmp_path: Path) -> None:
     for arguments, message in (
         (("RUN", "--input", tmp_path / "none.txt"), "none.txt: No such file"),
         (("RUN", "--input", tmp_path), "Is a directory"),
-        (("RUN", "--input", given, "--output", given), "the same file as --input"),
+        (("RUN", "--input", given, "--output", given), "is read and would be written over"),
         (("RUN", "--input", given, "--output", tmp_path / "no" / "out"), "no: no such folder"),
         (("RUN", "--input", given, "--attention", tmp_path / "no" / "page"), "no: no such folder"),
         (("RUN", "--input", given, "--temperature", 0.5), "temperature is 0.5, but nothing is sampled"),

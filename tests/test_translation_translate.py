@@ -15,9 +15,11 @@ import jax
 import numpy as np
 import pytest
 import tiny_translation_run as tiny
+from jax.sharding import NamedSharding, PartitionSpec
 from tiny_translation import QUICK
 
-from transformer_jax.config import UserError
+from transformer_jax import sharding
+from transformer_jax.config import MeshConfig, UserError
 from transformer_jax.translation import batching, model, stream
 from transformer_jax.translation import translate as translating
 from transformer_jax.translation.decode import DecodeSettings
@@ -193,9 +195,11 @@ def test_forms_of_the_output() -> None:
 def test_validation_stops_when_asked() -> None:
     made = dataclasses.replace(tiny.config(tiny.Path("unused")), model=CONFIG)
     lines = [text(i, 2) for i in range(20)]
-    found = translating.validation_translate(made, VOCABULARIES, params(), lines, lambda: False)
+    mesh = sharding.make_mesh(MeshConfig(), jax.local_devices()[:1])
+    placed = jax.device_put(params(), NamedSharding(mesh, PartitionSpec()))
+    found = translating.validation_translate(made, VOCABULARIES, placed, lines, lambda: False)
     assert found is not None and len(found) == 20
-    assert translating.validation_translate(made, VOCABULARIES, params(), lines, lambda: True) is None
+    assert translating.validation_translate(made, VOCABULARIES, placed, lines, lambda: True) is None
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,9 @@ class Links:
                 process = key.data
                 heard[process] = time.monotonic()
                 lines = self._connections[process].receive()
+                if process in self._quiet and lines is not None:
+                    self._quiet.remove(process)
+                    _say(f"{self.name(process)} answers again")
                 for message in lines or []:
                     self._hear(process, message)
                 if lines is None:

@@ -114,7 +114,8 @@ def join(config: HostsConfig) -> Links | None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {CPU_PATIENCE}".strip()
     import jax
 
-    silence = max(config.heartbeat * 0.6, 2.0)
+    # JAX counts from the last sign that it had, half a heartbeat before at the most; who is silent is to be said first.
+    silence = max(config.heartbeat / 3, 1.5)
     links = host_links.meet(here.coordinator, here.processes, here.process, config.join_limit, silence)
     jax.config.update("jax_enable_recoverability", False)  # it would keep the others waiting for a host that hangs
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, which is `transformer_jax.signals`'

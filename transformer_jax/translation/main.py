@@ -170,8 +170,6 @@ def _translate(args: argparse.Namespace, rest: list[str]) -> int:
     decode = DecodeSettings(**fields(DecodeSettings))  # type: ignore[arg-type]
     settings = TranslateSettings(decode, **fields(TranslateSettings))  # type: ignore[arg-type]
     form: Format = "json" if args.json else "n-best" if args.n_best > 1 else "scores" if args.scores else "text"
-    if args.input and args.output and Path(args.output).exists() and Path(args.input).samefile(args.output):
-        raise UserError(f"--output is {args.output}, the same file as --input; name another")
     if args.input:
         Path(args.input).open("rb").close()  # what is missing is told before the model is read
     for target in filter(None, (args.output, args.attention)):
