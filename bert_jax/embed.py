@@ -125,6 +125,8 @@ def row_length(config: BertConfig, settings: EmbedConfig) -> int:
         )
     if settings.stride < 0:
         raise UserError(f"stride is {settings.stride}; it must be at least 0 (0: half of the room)")
+    if settings.stride and settings.long_text == "cut":
+        raise UserError(f"stride is {settings.stride}, and long texts are cut; it is of --long-text windows")
     return length
 
 

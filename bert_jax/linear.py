@@ -35,7 +35,14 @@ class Linear:
         return ((x_NF - self.mean_F) / self.scale_F) @ self.kernel_FC + self.bias_C
 
 
-def fit(x_NF: np.ndarray, targets: np.ndarray, kind: Kind, classes: int, penalties: tuple[float, ...]) -> list[Linear]:
+def fit(
+    x_NF: np.ndarray,
+    targets: np.ndarray,
+    kind: Kind,
+    classes: int,
+    penalties: tuple[float, ...],
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Linear]:
     """One model for each penalty.
 
     The loss is the mean over examples of the cross-entropy (of multi_label, of the sum over labels) or of half the
@@ -45,6 +52,7 @@ def fit(x_NF: np.ndarray, targets: np.ndarray, kind: Kind, classes: int, penalti
       x_NF: features.
       targets: int [N] class ids; 0 and 1 [N, C]; float [N].
       penalties: from the largest on, since each fit starts from the one before it.
+      say: called with a line for each fit that takes steps.
     """
     wide = np.float64 if x_NF.size * 8 <= WIDE_BYTES else np.float32
     mean_F = x_NF.mean(0, dtype=np.float64)
@@ -55,7 +63,7 @@ def fit(x_NF: np.ndarray, targets: np.ndarray, kind: Kind, classes: int, penalti
         fits = _ridge(x_NF, np.asarray(targets, np.float64), penalties)
     else:
         wanted_NC = np.eye(classes)[targets] if kind == "classification" else np.asarray(targets, np.float64)
-        fits = _logistic(x_NF, wanted_NC, kind == "classification", penalties)
+        fits = _logistic(x_NF, wanted_NC, kind == "classification", penalties, say)
     return [Linear(mean_F, scale_F, kernel_FC, bias_C) for kernel_FC, bias_C in fits]
 
 
@@ -90,7 +98,11 @@ def _ridge(x_NF: np.ndarray, y_N: np.ndarray, penalties: tuple[float, ...]) -> l
 
 
 def _logistic(
-    x_NF: np.ndarray, wanted_NC: np.ndarray, one_of_all: bool, penalties: tuple[float, ...]
+    x_NF: np.ndarray,
+    wanted_NC: np.ndarray,
+    one_of_all: bool,
+    penalties: tuple[float, ...],
+    say: Callable[[str], None],
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     n, size = x_NF.shape
     classes = wanted_NC.shape[1]
@@ -117,6 +129,7 @@ def _logistic(
         theta = minimise(value, theta)
         both = theta.reshape(size + 1, classes)
         fits.append((both[:-1].copy(), both[-1].copy()))
+        say(f"fitted with L2 {penalty:g}, {len(fits)} of {len(penalties)}")
     return fits
 
 

@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.set_defaults(writes=("out",))
     sub.add_argument("--threshold", type=float, help="of the null score, for questions that may have no answer")
     sub.add_argument("--json", action="store_true", help="an object a line")
+    sub.add_argument("--keys", action="store_true", help="list the keys of the run's task with their values, and stop")
 
     sub = command.add(commands, "evaluate", _evaluate, "figures on held-out text, or a fine-tuned run's own")
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
@@ -85,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--format", choices=FORMATS, default="huggingface")
     sub.add_argument("--int8", action="store_true", help="of onnx: a second file with 8-bit weights, its loss measured")
     sub.add_argument("--pooling", choices=["mean", "cls"], help="of sentence-transformers (default: mean)")
-    sub.add_argument("--overwrite", action="store_true", help="replace a folder that is there")
+    sub.add_argument("--overwrite", action="store_true", help="replace an earlier export, its whole folder")
 
     inspect_commands.add(commands)
     command.add_plan(commands, _plan)
@@ -153,6 +154,7 @@ def _predict(args: argparse.Namespace, rest: list[str]) -> int:
     from bert_jax.finetune.predict import predict
     from transformer_jax.report import quiet_libraries
 
+    rest += ["--help"] if args.keys else []  # of the parser of keys
     quiet_libraries()
     command.keep_programs()
     predict(args.run, args.file, rest, out=args.out, as_json=args.json, threshold=args.threshold)
@@ -167,6 +169,11 @@ def _evaluate(args: argparse.Namespace, rest: list[str]) -> int:
         from bert_jax.finetune.predict import evaluate as evaluate_task
         from bert_jax.finetune.sweep import figures_table
 
+        if args.prepared or args.max_seq_length:
+            raise UserError(
+                f"{args.checkpoint} is fine-tuned, and --prepared and --max-seq-length are of pretraining; name a task "
+                "with --data"
+            )
         of_task = evaluate_task(args.checkpoint, args.data)
         print(json_line(of_task) if args.json else figures_table(of_task))
         return 0

@@ -91,7 +91,7 @@ def probe(
     if not len(train.x_NF):
         raise UserError(f"{data.train.records.path}: there is no word to learn from")
     dev = [_rows(featurizers, part, say) for part in data.dev]
-    models = linear.fit(train.x_NF, train.targets, kind, head.num_outputs, PENALTIES)
+    models = linear.fit(train.x_NF, train.targets, kind, head.num_outputs, PENALTIES, say)
 
     def figures(part: LabelledSet, rows: Rows, scores_NC: np.ndarray) -> dict[str, float]:
         predicted = _laid_out(part, rows, scores_NC)

@@ -153,13 +153,18 @@ def read_tokens(path: str | Path) -> list[str]:
     """The tokens of a file, one a line; blank lines are passed over.
 
     Raises:
-      UserError: no such file, or not UTF-8.
+      UserError: no such file, not UTF-8, or no token in it.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as e:
+    except OSError as e:
+        raise UserError(f"{path}: {e.strerror}") from None
+    except UnicodeDecodeError as e:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {e}") from None
-    return list(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    found = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    if not found:
+        raise UserError(f"{path}: no token is in it; write one a line")
+    return found
 
 
 def _table(embeddings: dict[str, Any], name: str) -> np.ndarray:

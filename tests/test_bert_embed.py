@@ -166,6 +166,7 @@ def test_nothing_half_written_is_left(run, tmp_path):
         (["--layers", "last"], "give numbers"),
         (["--features", "pooled", "--layers", "0"], "pooled output is of the last layer alone"),
         (["--max-seq-length", "65"], "between 3 and the model's 64 positions"),
+        (["--stride", "4"], "it is of --long-text windows"),
         (["--out", "x.csv"], "ends in .npy or .parquet"),
     ],
 )

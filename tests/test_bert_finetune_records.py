@@ -182,6 +182,13 @@ def test_labels_are_names_and_an_unknown_one_stops_the_run(tmp_path: Path) -> No
     )
 
 
+def test_an_unknown_tag_is_named_with_the_line_of_its_word(tmp_path: Path) -> None:
+    name = write(tmp_path / "x.conll", "\nAnn B-PER\nran O\nto O\nRome B-LOC\n\nBob B-PER\n")
+    found = records.read(task(tmp_path, "tagging"), name)
+    with pytest.raises(UserError, match="line 5 has the label 'B-LOC'"):
+        records.check_labels(found, ("O", "B-PER"))
+
+
 def test_prediction_never_reads_labels(tmp_path: Path) -> None:
     """C104: neither a column that is not there nor one with nonsense in it."""
     only_text = records.read(task(tmp_path), write(tmp_path / "x.tsv", "text\na\nb\n"), labelled=False)

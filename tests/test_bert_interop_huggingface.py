@@ -245,6 +245,9 @@ def test_a_target_in_use_is_kept(tmp_path, tokenizer):
     huggingface.export(params, config, tokenizer, out, overwrite=True)
     assert load_file(out / "model.safetensors")["cls.seq_relationship.bias"].tolist() == [5, 6]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    (out / ".git").mkdir()
+    with pytest.raises(UserError, match=r"holds \.git, which no export writes"):
+        huggingface.export(params, config, tokenizer, out, overwrite=True)
     other = tmp_path / "thesis"
     other.mkdir()
     (other / "chapter.txt").write_text("years of work")

@@ -108,8 +108,10 @@ def test_the_import_command_enlarges_and_the_run_exports(model, tmp_path, capsys
     # A run is enlarged in the same way.
     imports.import_folder(tmp_path / "run", tmp_path / "longer", max_position_embeddings=65)
     assert loading.load(tmp_path / "longer").params["embeddings"]["position"]["embedding"].shape == (65, 8)
-    assert main(["import", str(source), str(tmp_path / "no"), "--add-tokens", str(tmp_path / "none.txt")]) == 2
-    assert "none.txt: cannot be read" in capsys.readouterr().err
+    (tmp_path / "empty.txt").write_text("\n \n", encoding="utf-8")
+    for name, message in (("none.txt", "none.txt: No such file"), ("empty.txt", "empty.txt: no token is in it")):
+        assert main(["import", str(source), str(tmp_path / "no"), "--add-tokens", str(tmp_path / name)]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_pretraining_starts_with_more_of_all_three_than_its_checkpoint_has(tmp_path):

@@ -19,6 +19,7 @@ from bert_jax.finetune.loading import best_of, load_encoder, load_finetuned
 from bert_jax.finetune.sweep import best_training, finetune, summarise
 from bert_jax.finetune.task import FinetuneTask
 from bert_jax.finetune.task_file import TaskConfig
+from bert_jax.interop.exports import export_checkpoint
 from transformer_jax import checkpoint as checkpoints
 from transformer_jax import sharding
 from transformer_jax.config import ConfigError, MeshConfig, UserError
@@ -138,6 +139,30 @@ def test_predictions_do_not_replace_the_file_that_they_are_of(run, tmp_path, mon
     assert file.read_text() == before
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("predict", "RUN", "--threshold", "0.5"), "--threshold is for questions"),
+        (("predict", "RUN", "."), ". is a folder; name a file"),
+        (
+            ("evaluate", "RUN", "--prepared", "x"),
+            "RUN is fine-tuned, and --prepared and --max-seq-length are of pretraining",
+        ),
+    ],
+)
+def test_what_would_be_passed_over_in_silence_is_refused(run, capsys, arguments, message):
+    folder = str(run[0])
+    assert program.main([folder if a == "RUN" else a for a in arguments]) == 2
+    err = capsys.readouterr().err
+    assert message.replace("RUN", folder) in err and "Traceback" not in err
+
+
+def test_predict_lists_the_keys_of_the_task(run, capsys):
+    with pytest.raises(SystemExit) as left:
+        program.main(["predict", str(run[0]), "--keys"])
+    assert left.value.code == 0 and "--data.columns.text-a" in capsys.readouterr().out.replace("_", "-")
+
+
 def test_rows_past_the_position_table_are_refused_before_anything_is_compiled(base, run, tmp_path, monkeypatch, capsys):
     """C014: in finetune and in predict; the model has 32 positions."""
     task(tmp_path)
@@ -168,8 +193,16 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_parameters(base, run, tmp_pa
     assert finetune(task(tmp_path), str(base), stop=stop, on_step=on_step, say=quiet) is None
     stopped = checkpoints.read_meta(tmp_path / "run")[0]
     assert 0 < stopped < 24
+    half = [f"{tmp_path / 'run'} is not finished: step {stopped} of 24; the same `finetune` command goes on"]
+    said: list[str] = []
+    predict.evaluate(str(tmp_path / "run"), say=said.append)
+    assert said == half
+    export_checkpoint(tmp_path / "run", tmp_path / "exported", say=said.append)
+    assert said == half * 2
     found = finetune(task(tmp_path), str(base), say=quiet)
     assert found["trainings"][0]["dev"] == run[1]["trainings"][0]["dev"]
+    predict.evaluate(str(tmp_path / "run"), say=said.append)
+    assert said == half * 2
     for a, b in zip(*(jax.tree.leaves(checkpoints.read_params(r)[1]) for r in (tmp_path / "run", run[0])), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -222,6 +255,9 @@ def test_every_seed_is_a_training_of_its_own(base, tmp_path):
     assert load_finetuned(tmp_path / "run").task.train.seeds == (best["seed"],)
     losses = [t["dev"]["dev"]["loss"] for t in found["trainings"]]
     assert losses[0] != losses[1], "two seeds gave the same model"
+    (tmp_path / "run" / "results.json").unlink()  # as where it was stopped between two trainings
+    with pytest.raises(UserError, match=r"not all ended.*name one of them: .*seed0, .*seed1"):
+        load_finetuned(tmp_path / "run")
 
 
 def test_a_random_start_takes_the_tokenizer_and_nothing_else(base, run):

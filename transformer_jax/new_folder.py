@@ -35,6 +35,11 @@ def check_target(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
             raise UserError(f"{out} is not empty; give another folder{instead}")
         if not set(marks) <= contents:
             raise UserError(f"{out} is not an earlier export of this kind (no {' and '.join(marks)}), so it is kept")
+        if hidden := sorted(name for name in contents if name.startswith(".")):
+            raise UserError(
+                f"{out} holds {hidden[0]}, which no export writes and which would be lost; export to another folder, "
+                "and copy its files here"
+            )
     elif out.exists() or (not storage.is_remote(out) and out.is_symlink()):
         raise UserError(f"{out} is a file; give a folder that is new or empty")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +93,21 @@ def best_of(run: str | Path) -> str:
     """The checkpoint that a fine-tuned run stands for: RUN@best of its best training, or `run` where it names a step.
 
     A run whose steps have no figure, for want of a dev file, stands for its newest step.
+
+    Raises:
+      UserError: several trainings of which not all have ended, so that none is the best yet.
     """
     folder = storage.path(run)
     if not folder.is_dir() or (folder / "state").is_dir():
         return str(run)
     if not (folder / "checkpoints").is_dir():
         if not (folder / RESULTS).is_file():
+            begun = sorted(path.parent.name for path in folder.glob("*/checkpoints"))
+            if begun:
+                raise UserError(
+                    f"{run}: the trainings below it have not all ended, so none is the best yet; the same `finetune` "
+                    f"command goes on, or name one of them: {', '.join(str(folder / name) for name in begun)}"
+                )
             return str(run)
         best = json.loads((folder / RESULTS).read_text(encoding="utf-8"))["best"]
         folder = folder / best["folder"]
@@ -109,10 +118,26 @@ def best_of(run: str | Path) -> str:
     return f"{folder}@best"
 
 
+def unfinished(run: str | Path, meta: Mapping[str, Any]) -> str:
+    """A line for people if `run`, the name of a whole run, has not been trained to its end; else an empty text.
+
+    Args:
+      meta: of a fine-tuned checkpoint of it.
+    """
+    planned = meta["config"].get("train", {}).get("steps")  # an imported run has none
+    if not planned or not storage.path(run).is_dir() or (storage.path(run) / "state").is_dir():
+        return ""
+    newest = max(checkpoints.steps(checkpoints.locate(best_of(run))[0]))
+    if newest >= planned:
+        return ""
+    return f"{run} is not finished: step {newest} of {planned}; the same `finetune` command goes on"
+
+
 def is_finetuned(checkpoint: str | Path) -> bool:
     """Whether a run folder or RUN@STEP is one of `finetune`; False for what is no run at all."""
+    name = best_of(checkpoint)
     try:
-        steps = checkpoints.locate(best_of(checkpoint))[0]
+        steps = checkpoints.locate(name)[0]
         settings = core.read_toml((steps.parent if steps.name == "checkpoints" else steps) / "config.toml")
     except UserError:
         return False

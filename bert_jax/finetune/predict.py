@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 from bert_jax.finetune import features, outputs, records
 from bert_jax.finetune.encoded import Features
 from bert_jax.finetune.forward import Forward
-from bert_jax.finetune.loading import LoadedHead, load_finetuned
+from bert_jax.finetune.loading import LoadedHead, load_finetuned, unfinished
 from bert_jax.finetune.outputs import Predictions
 from bert_jax.finetune.records import Example
 from bert_jax.finetune.task import FinetuneTask
@@ -109,9 +110,11 @@ def predict(
     task = override(found.task, overrides, "bert-jax predict RUN FILE") if overrides else found.task
     if (task.kind, task.labels) != (found.task.kind, found.task.labels):
         raise ConfigError("kind and labels are those that the model was trained with; they cannot be changed here")
+    limit = _threshold(found, threshold)
+    if half := unfinished(run, found.meta):
+        say(half)
     where, examples = read(task, file)
     predictor = Predictor(found, task, task.train.eval_batch_size or task.train.batch_size)
-    limit = _threshold(found, threshold)
     kept: list[Predictions] = []
     with contextlib.ExitStack() as files:
         sink = sys.stdout
@@ -159,8 +162,12 @@ def _threshold(found: LoadedHead, asked: float | None) -> float | None:
     None where each question has an answer.
     """
     if not found.task.span.version_2:
+        if asked is not None:
+            raise UserError("--threshold is for questions that may have no answer (span.version_2 = true)")
         return None
     if asked is not None:
+        if math.isnan(asked):
+            raise UserError("--threshold is nan; it must be a number, a difference of two scores")
         return asked
     fixed = found.task.span.null_threshold
     if isinstance(fixed, int | float):
@@ -178,7 +185,7 @@ def read(task: TaskConfig, file: str | None) -> tuple[str, Iterable[Example]]:
         return str(STANDARD_INPUT), plain_examples(task, _standard_input(), str(STANDARD_INPUT))
     path = Path(file)
     if not path.is_file():
-        raise UserError(f"{file}: no such file")
+        raise UserError(f"{file} is a folder; name a file" if path.is_dir() else f"{file}: no such file")
     if path.name.removesuffix(".gz").endswith(".txt") and task.data.format in ("", "tsv", "csv"):
         return file, plain_examples(task, lines_of(path, task.data.encoding_errors), file)
     return file, records.read(task, str(path.absolute()), labelled=False).examples
@@ -249,6 +256,8 @@ def evaluate(run: str, task_file: str | None = None, say: Say = command.say) -> 
     from bert_jax.finetune.task_file import load_task, splits
 
     found = load_finetuned(run)
+    if half := unfinished(run, found.meta):
+        say(half)
     task = found.task
     if task_file is not None:
         other = load_task(task_file)

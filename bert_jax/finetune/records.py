@@ -54,12 +54,14 @@ class Records:
       path: what messages call the file.
       problems: line, and what is wrong with it: rows that were left out, answers that are not where they should be.
       unit: what the numbers of examples count: lines, or the questions of a SQuAD file.
+      word_a_line: whether each word of an example has a line of its own, from `Example.line` on.
     """
 
     path: str
     examples: tuple[Example, ...]
     problems: tuple[tuple[int, str], ...] = ()
     unit: str = "line"
+    word_a_line: bool = False
 
     def report(self) -> str:
         """The problems as one line, or an empty text."""
@@ -114,7 +116,7 @@ def read(task: TaskConfig, name: str, labelled: bool = True) -> Records:
     if task.kind == "span":
         examples, found = _checked_answers(examples, task.span.version_2, where)
         problems += found
-    records = Records(where, tuple(examples), tuple(sorted(problems)), unit)
+    records = Records(where, tuple(examples), tuple(sorted(problems)), unit, kind == "conll")
     if not examples:
         raise UserError(records.report() or f"{where}: 0 examples; the file has none")
     _refuse_twice(examples, where, unit)
@@ -137,10 +139,11 @@ def check_labels(records: Records, labels: Sequence[str]) -> None:
     """
     known = set(labels)
     for example in records.examples:
-        for name in _labels(example):
+        for place, name in enumerate(_labels(example)):
             if name not in known:
+                line = example.line + (place if records.word_a_line else 0)
                 raise UserError(
-                    f"{records.path}: line {example.line} has the label {name!r}, which the model does not know; known "
+                    f"{records.path}: line {line} has the label {name!r}, which the model does not know; known "
                     f"labels: {', '.join(labels)}"
                 )
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from bert_jax.finetune.loading import best_of, is_finetuned
+from bert_jax.finetune.loading import best_of, is_finetuned, unfinished
 from bert_jax.interop import huggingface, onnx_folder, sentence_transformers, stablehlo, tf1
 from bert_jax.interop.huggingface_names import Say
 from bert_jax.loading import Stored, read
@@ -47,6 +47,8 @@ def export_checkpoint(
       UserError: no such checkpoint, a target in use, or a model that the format has no form for.
     """
     found = read(checkpoint, say=say)
+    if found.head is not None and found.step is not None and (half := unfinished(checkpoint, found.meta)):
+        say(half)
     if found.config.context != "both" and form != "stablehlo":
         raise UserError(
             f"{checkpoint} sees one side alone (model.context {found.config.context!r}), and {form} has no form for "
