@@ -45,9 +45,9 @@ def alone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Two processes, without a stop."""
+    """Two processes, without a stop, and with a trace of two steps, which changes no loss."""
     folder = tmp_path_factory.mktemp("two")
-    with Processes(folder, settings(folder), 2) as processes:
+    with Processes(folder, settings(folder), 2, what=("--profile-steps", "3:4")) as processes:
         processes.succeed()
     return processes, folder / "run"
 
@@ -94,6 +94,9 @@ def test_two_processes_train_as_one(alone, two):
     assert [p for _, p in checkpoint.verify(run_dir)] == [[], [], []]
     # Who the process was is not kept for those who copy the file.
     assert 'coordinator = ""' in (run_dir / "config.toml").read_text()
+    traces = run_dir / "profile" / "plugins" / "profile" / "steps-3-4"
+    assert {p.name for p in traces.iterdir()} == {"process-0.xplane.pb", "process-1.xplane.pb", "operations.json"}
+    assert "trace: " in said and "trace: " not in processes.err(1)
     table = goodput.account(goodput.read_times(run_dir))
     assert table["stops"] == 0 and table["seconds"]["compile"] > 0 and table["seconds"]["start"] > 0
 

@@ -1,7 +1,7 @@
 """A training program so small that several processes of it start in seconds: a network of two layers on 103 numbers.
 
 As a script it is one process: `tiny_hosts.py SETTINGS.json WHAT WHO NUMBER`, where the process WHO does WHAT to itself
-at step NUMBER, such as `kill`.
+at step NUMBER, such as `kill`; or `tiny_hosts.py SETTINGS.json --profile-steps A:B`.
 """
 
 import argparse
@@ -218,7 +218,7 @@ def _command(args, rest):
 
     what = args.what if me == args.who else "slowly" if args.what else ""
     return command.training(
-        lambda stop, clock: train(settings, stop, clock, what, args.number, note),
+        lambda stop, clock: train(settings, stop, clock, what, args.number, note, command.profile_steps(args)),
         lambda folder: write_run_page(folder, Settings),
         settings,
         as_json=True,
@@ -231,6 +231,7 @@ def main():
     parser.add_argument("what", nargs="?", default="")
     parser.add_argument("who", nargs="?", default="")
     parser.add_argument("number", nargs="?", default=0, type=int)
+    parser.add_argument("--profile-steps")
     parser.set_defaults(function=_command, takes_overrides=False)
     return command.main(parser, None)
 
@@ -260,7 +261,7 @@ class Processes:
       made: their settings.
       count: how many there are; 1 is a process without any other.
       devices: of each.
-      what: (WHAT, WHO, NUMBER) as of the script.
+      what: the words of the script after its settings.
       only: start these alone.
       changes: process -> settings of its own.
       program: the command in place of this file.
