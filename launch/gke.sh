@@ -13,10 +13,12 @@
 # --name          none: of the JobSet
 # --image         none: made from launch/Dockerfile
 # --run-file      none: a file of this repository, such as launch/runs/demo_en.toml
-# --claim         none: a PersistentVolumeClaim that many pods may write to, mounted at /mnt/runs
+# --claim         none: a PersistentVolumeClaim that many pods may write to, mounted at /mnt/runs; not needed where
+#                 both folders are gs://BUCKET/...
 # --program       bert-jax; or transformer-jax
-# --run-dir       /mnt/runs/NAME
-# --prepared      /mnt/runs/prepared/STEM, for run file STEM.toml
+# --run-dir       /mnt/runs/NAME; or gs://BUCKET/...
+# --prepared      /mnt/runs/prepared/STEM, for run file STEM.toml; or gs://BUCKET/...
+# --account       not set: the Kubernetes service account of the pods, which lets them into the bucket
 # --accelerator   tpu-v5-lite-podslice
 # --topology      4x4: 16 chips
 # --chips         4: of a host
@@ -57,7 +59,7 @@ case ${1:-} in
 esac
 shift
 
-name='' image='' run_file='' claim='' program=bert-jax run_dir='' prepared='' namespace='' spot='' check='' dry=''
+name='' image='' run_file='' claim='' program=bert-jax run_dir='' prepared='' namespace='' spot='' check='' dry='' account=''
 accelerator=tpu-v5-lite-podslice topology=4x4 chips=4 restarts=20
 while [ $# -gt 0 ]; do
   case $1 in
@@ -69,7 +71,7 @@ while [ $# -gt 0 ]; do
       ;;
     --dry-run) dry=1 ;;
     --name | --image | --run-file | --claim | --program | --run-dir | --prepared | --accelerator | --topology | \
-      --chips | --restarts | --namespace)
+      --chips | --restarts | --namespace | --account)
       [ $# -ge 2 ] || fail "$1 needs a value"
       case $1 in
         --name) name=$2 ;;
@@ -84,6 +86,7 @@ while [ $# -gt 0 ]; do
         --chips) chips=$2 ;;
         --restarts) restarts=$2 ;;
         --namespace) namespace=$2 ;;
+        --account) account=$2 ;;
       esac
       shift
       ;;
@@ -108,22 +111,38 @@ keys() {
   done
 }
 
+# folder VALUE OPTION NAME: a folder in the claim, or in a bucket.
+folder() {
+  case $1 in
+    gs://*) must "$1" "$2" 'gs://[a-z0-9][a-z0-9._-]+(/[A-Za-z0-9._=+-]+)+' "gs://BUCKET/$3" ;;
+    *)
+      must "$1" "$2" '/mnt/runs/[A-Za-z0-9._/-]+' "/mnt/runs/$3, in the claim, or gs://BUCKET/$3"
+      mounted=1
+      ;;
+  esac
+}
+
 render() {
-  for given in "--image $image" "--run-file $run_file" "--claim $claim"; do
+  for given in "--image $image" "--run-file $run_file"; do
     case $given in *' ') fail "no ${given% }; launch/gke.sh --help says what it is" ;; esac
   done
   must "$image" --image '[A-Za-z0-9._/:@-]+' 'REGION-docker.pkg.dev/PROJECT/REPOSITORY/bert-jax:1'
   must "$run_file" --run-file '[A-Za-z0-9._/-]+[.]toml' launch/runs/demo_en.toml
   [ -f "$(dirname "$0")/../$run_file" ] || fail "$run_file is not a file of this repository"
-  must "$claim" --claim '[a-z0-9]([a-z0-9.-]*[a-z0-9])?' runs
   must "$accelerator" --accelerator 'tpu[a-z0-9-]+' tpu-v5-lite-podslice
   must "$topology" --topology '[1-9][0-9]*x[1-9][0-9]*(x[1-9][0-9]*)?' 4x4
   must "$chips" --chips '[1-9][0-9]*' 4
   must "$restarts" --restarts '[0-9]+' 20
   [ "$run_dir" ] || run_dir=/mnt/runs/$name
   [ "$prepared" ] || prepared=/mnt/runs/prepared/$(basename "$run_file" .toml)
-  must "$run_dir" --run-dir '/mnt/runs/[A-Za-z0-9._/-]+' /mnt/runs/NAME
-  must "$prepared" --prepared '/mnt/runs/[A-Za-z0-9._/-]+' /mnt/runs/prepared/NAME
+  mounted=''
+  folder "$run_dir" --run-dir NAME
+  folder "$prepared" --prepared prepared/NAME
+  if [ "$mounted" ] && [ -z "$claim" ]; then
+    fail "no --claim, and $run_dir and $prepared are not both gs://BUCKET/...; launch/gke.sh --help says what it is"
+  fi
+  [ -z "$claim" ] || must "$claim" --claim '[a-z0-9]([a-z0-9.-]*[a-z0-9])?' runs
+  [ -z "$account" ] || must "$account" --account '[a-z0-9]([a-z0-9.-]*[a-z0-9])?' trainer
   case $program in
     bert-jax) verb=pretrain ;;
     transformer-jax) verb=train ;;
@@ -137,7 +156,10 @@ render() {
   if [ "$check" ]; then trains='/# FILL_IN_TRAINING$/d' option=--out verb=check restarts=0; fi
   # Lines that are marked FILL_IN_SPOT stay for spot nodes alone, without the mark.
   if [ "$spot" ]; then spots='s/  # FILL_IN_SPOT$//'; else spots='/# FILL_IN_SPOT$/d'; fi
-  sed -e '/^#/d' -e "$spots" -e "s|^ *- \"FILL_IN_KEYS\"$|${more%??}|" -e '/^$/d' \
+  # ... and so do those of the claim, and of the account, where there is one.
+  if [ "$claim" ]; then claims='s/  # FILL_IN_MOUNT$//'; else claims='/# FILL_IN_MOUNT$/d'; fi
+  if [ "$account" ]; then accounts="s|FILL_IN_ACCOUNT|$account|"; else accounts='/FILL_IN_ACCOUNT/d'; fi
+  sed -e '/^#/d' -e "$spots" -e "$claims" -e "$accounts" -e "s|^ *- \"FILL_IN_KEYS\"$|${more%??}|" -e '/^$/d' \
     -e "$trains" -e "s|FILL_IN_OPTION|$option|" -e "s|FILL_IN_NAME|$name|" -e "s|FILL_IN_RESTARTS|$restarts|" -e "s|FILL_IN_HOSTS|$((all / chips))|" \
     -e "s|FILL_IN_ACCELERATOR|$accelerator|" -e "s|FILL_IN_TOPOLOGY|$topology|" -e "s|FILL_IN_IMAGE|$image|" \
     -e "s|FILL_IN_RUN_DIR|$run_dir|" -e "s|FILL_IN_PROGRAM|$program|" -e "s|FILL_IN_VERB|$verb|" \

@@ -7,7 +7,9 @@ import yaml
 from stand_ins import ROOT, call, stand_in
 
 LAUNCH = ROOT / "launch"
-GKE = ("--name", "bert-1", "--image", "r/p/bert:1", "--run-file", "launch/runs/demo_en.toml", "--claim", "runs")
+NO_CLAIM = ("--name", "bert-1", "--image", "r/p/bert:1", "--run-file", "launch/runs/demo_en.toml")
+GKE = (*NO_CLAIM, "--claim", "runs")
+BUCKET = ("--run-dir", "gs://runs/bert-1", "--prepared", "gs://runs/prepared/demo_en")
 
 # Kubernetes
 
@@ -18,6 +20,7 @@ LABELS = {"*": TEXT}
 POD = {
     "!restartPolicy": TEXT,
     "terminationGracePeriodSeconds": NUMBER,
+    "serviceAccountName": TEXT,
     "!nodeSelector": LABELS,
     "tolerations": [{"!key": TEXT, "!operator": TEXT, "!value": TEXT, "!effect": TEXT}],
     "!containers": [
@@ -26,10 +29,10 @@ POD = {
             "!image": TEXT,
             "!command": [TEXT],
             "!resources": {"!requests": {"*": NUMBER}, "!limits": {"*": NUMBER}},
-            "!volumeMounts": [{"!name": TEXT, "!mountPath": TEXT}],
+            "volumeMounts": [{"!name": TEXT, "!mountPath": TEXT}],
         }
     ],
-    "!volumes": [{"!name": TEXT, "!persistentVolumeClaim": {"!claimName": TEXT}}],
+    "volumes": [{"!name": TEXT, "!persistentVolumeClaim": {"!claimName": TEXT}}],
 }
 EXITS = {"!containerName": TEXT, "!operator": TEXT, "!values": [NUMBER]}
 JOB = {
@@ -131,6 +134,22 @@ def test_the_pods_run_the_loop_over_the_program():
     )
 
 
+def test_in_a_bucket_no_claim_is_needed():
+    done = call("sh", LAUNCH / "gke.sh", "render", *NO_CLAIM, *BUCKET, "--account", "trainer")
+    assert done.returncode == 0 and "FILL_IN" not in done.stdout, done.stderr
+    found = yaml.safe_load(done.stdout)
+    assert not faults(found, JOBSET)
+    spec = pod(found)[1]
+    assert "volumes" not in spec and "volumeMounts" not in spec["containers"][0]
+    assert spec["serviceAccountName"] == "trainer"
+    command = " ".join(spec["containers"][0]["command"])
+    assert "--run-dir gs://runs/bert-1 -- " in command
+    assert "--run_dir gs://runs/bert-1 --data.prepared gs://runs/prepared" in command
+    # One of the two in a bucket: the claim stays for the other.
+    assert "volumes" in pod(manifest("--run-dir", "gs://runs/bert-1"))[1]
+    assert "serviceAccountName" not in pod(manifest())[1]
+
+
 def test_what_stands_after_two_dashes_goes_to_the_program_word_by_word():
     words = ("--", "--train.steps", "3", "--data.recipe", "data/demo_en.toml")
     found = manifest("--name", "true", "--claim", "1", *words)
@@ -155,7 +174,14 @@ def test_every_word_to_fill_in_is_explained_by_an_option():
     text = (LAUNCH / "gke_jobset.yaml").read_text(encoding="utf-8")
     words = set(re.findall(r"FILL_IN_([A-Z_]+\b)", text))
     said = call("sh", LAUNCH / "gke.sh", "--help").stdout
-    derived = {"VERB", "HOSTS", "OPTION", "TRAINING", "KEYS"}  # from other options, and from what stands after --
+    derived = {
+        "VERB",
+        "HOSTS",
+        "OPTION",
+        "TRAINING",
+        "KEYS",
+        "MOUNT",
+    }  # from other options, and from what stands after --
     assert len(words) > 10
     assert not [word for word in words - derived if f"--{word.lower().replace('_', '-')} " not in said]
 
@@ -178,7 +204,17 @@ def test_apply_hands_over_the_manifest_that_its_dry_run_prints(tmp_path):
         (["render", *GKE, "--image", "a|b"], "--image is 'a|b'"),
         (["render", *GKE, "--topology", "4x"], "--topology is '4x'; it must look like 4x4"),
         (["render", *GKE, "--topology", "3x3"], "3x3 is 9 chips, which hosts of --chips 4 do not make up"),
-        (["render", *GKE, "--run-dir", "gs://a/b"], "it must look like /mnt/runs/NAME"),
+        (["render", *NO_CLAIM], "no --claim, and /mnt/runs/bert-1 and /mnt/runs/prepared/demo_en are not both gs://"),
+        (
+            ["render", *NO_CLAIM, "--run-dir", "gs://runs/a"],
+            "no --claim, and gs://runs/a and /mnt/runs/prepared/demo_en",
+        ),
+        (["render", *GKE, "--run-dir", "gs://A"], "it must look like gs://BUCKET/NAME"),
+        (
+            ["render", *GKE, "--run-dir", "/data/b"],
+            "it must look like /mnt/runs/NAME, in the claim, or gs://BUCKET/NAME",
+        ),
+        (["render", *GKE, "--account", "A"], "--account is 'A'"),
         (["render", *GKE, "--name", "A"], "--name is 'A'"),
         (["render", *GKE, "--name", "a\nb"], "--name has more than one line"),
         (["render", *GKE, "--prepared", "/data/x"], "it must look like /mnt/runs/prepared/NAME"),
