@@ -22,6 +22,8 @@ from transformer_jax.tokenizer_config import WordPieceConfig
 class BertConfig(EncoderConfig):
     """The encoder with BERT's embeddings and heads."""
 
+    hidden_act: Literal["gelu", "gelu_new", "relu"] = "gelu"
+    """gelu is the exact form with erf; gelu_new the tanh approximation."""
     vocab_size: int = 0
     """Entries of the vocabulary; 0 takes the number from the prepared data."""
     vocab_multiple: int = 128

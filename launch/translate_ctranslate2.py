@@ -2,12 +2,15 @@
 
 python launch/translate_ctranslate2.py FOLDER < source.txt > translations.txt
 
-One line in gives one line out, blank ones too. What is beyond MOST_PIECES of a line is dropped, and said so.
+One line in gives one line out, blank ones too. What is beyond MOST_PIECES of a line is dropped, and said so. A line may
+begin with a tag of the model's vocabulary, such as >>de<<, which is one piece.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +21,7 @@ import sentencepiece
 LINES_AT_ONCE = 1024
 BATCH_SIZE = 64
 MOST_PIECES = 1024
+VOCABULARIES = ("shared_vocabulary.json", "source_vocabulary.json")
 
 
 def main() -> None:
@@ -29,13 +33,18 @@ def main() -> None:
         raise SystemExit(f"error: {folder} has no {' and no '.join(missing)}; name a folder of --format ctranslate2")
     source = sentencepiece.SentencePieceProcessor(model_file=str(folder / "source.spm"))
     target = sentencepiece.SentencePieceProcessor(model_file=str(folder / "target.spm"))
+    (listed,) = (folder / name for name in VOCABULARIES if (folder / name).is_file())
+    tags = set(filter(re.compile(r">>[^<]*<<").fullmatch, json.loads(listed.read_text(encoding="utf-8"))))
     translator = ctranslate2.Translator(str(folder), device="cpu")
     numbered: Iterable[tuple[int, bytes]] = enumerate(sys.stdin.buffer, 1)
     while chunk := list(itertools.islice(iter(numbered), LINES_AT_ONCE)):
         pieces = []
         for number, line in chunk:
             text = line.decode("utf-8", "replace").removesuffix("\n").removesuffix("\r").replace("\r", " ")
-            pieces.append(source.encode(text.removeprefix("\ufeff") if number == 1 else text, out_type=str))
+            text = text.removeprefix("\ufeff") if number == 1 else text
+            first = text.split(" ", 1)[0]
+            tag = [first] if first in tags else []
+            pieces.append(tag + source.encode(text.removeprefix(first) if tag else text, out_type=str))
             if len(pieces[-1]) > MOST_PIECES:
                 print(f"line {number}: cut after {MOST_PIECES} of its {len(pieces[-1])} pieces", file=sys.stderr)
         try:

@@ -32,11 +32,12 @@ def test_activations_follow_their_formulas() -> None:
     single = jnp.asarray(x, jnp.float32)
     np.testing.assert_allclose(layers.ACTIVATIONS["gelu"](single), erf_form, atol=1e-6)
     np.testing.assert_allclose(layers.ACTIVATIONS["gelu_new"](single), tanh_form, atol=1e-6)
+    np.testing.assert_allclose(layers.ACTIVATIONS["swish"](single), x / (1 + np.exp(-x)), atol=1e-6)
     np.testing.assert_array_equal(layers.ACTIVATIONS["relu"](single), np.maximum(np.asarray(single), 0))
     assert np.abs(erf_form - tanh_form).max() > 1e-4
 
 
-@pytest.mark.parametrize("name", ["gelu", "gelu_new"])
+@pytest.mark.parametrize("name", ["gelu", "gelu_new", "swish"])
 def test_activations_have_the_gradient_of_their_formula(name: str) -> None:
     x = jnp.linspace(-6, 6, 241)
     act = layers.ACTIVATIONS[name]

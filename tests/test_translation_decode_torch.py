@@ -37,6 +37,7 @@ def quick_programs() -> Iterator[None]:
 
 SIZE = dataclasses.replace(CONFIG, num_hidden_layers=1, max_position_embeddings=128)
 LIMIT = 16
+AS_OPUS = {"hidden_act": "swish", "output_bias": True}
 CLOSE = 1e-5
 """Where a peer's two best scores differ by less, either may come out first."""
 
@@ -46,10 +47,11 @@ def tensors(config: TransformerConfig, end: float, seed: int) -> dict[str, np.nd
     rng = np.random.default_rng(seed)
     found = {}
     for entry in marian_names.entries(config):
-        draws = rng.standard_normal(entry.shape) * (0.15 if len(entry.shape) == 2 else 0.05)
+        spread = 0.15 if len(entry.shape) == 2 else 0.5 if entry.name == marian_names.BIAS else 0.05
+        draws = rng.standard_normal(entry.shape) * spread
         found[entry.name] = (draws + (entry.path[-1] == "scale")).astype(np.float32)
         if entry.padded_rows:
-            found[entry.name][0] *= end
+            found[entry.name][0] *= end if len(entry.shape) == 2 else 1
             found[entry.name][PAD] = 0
     return found
 
@@ -78,9 +80,10 @@ def peer(config: TransformerConfig, weights: dict[str, np.ndarray]) -> Any:
             tie_word_embeddings=not untied,
         )
     ).eval()
-    bias = torch.zeros(1, VOCAB)
+    given = {name: torch.from_numpy(x) for name, x in weights.items()}
+    bias = given.get(marian_names.BIAS, torch.zeros(VOCAB))[None].clone()
     bias[0, PAD] = -1e9
-    given = {name: torch.from_numpy(x) for name, x in weights.items()} | {"final_logits_bias": bias}
+    given[marian_names.BIAS] = bias
     assert not marian.load_state_dict(given, strict=False).unexpected_keys
     return marian
 
@@ -100,11 +103,12 @@ def ours(config: TransformerConfig, weights: Any, given: list[Sentence], setting
 
 
 @pytest.mark.parametrize(
-    ("embeddings", "end", "beam", "alpha"),
-    [("shared", 3.0, 3, 0.6), ("shared", 2.0, 4, 1.0), ("untied", 4.0, 4, 1.0), ("shared", 2.0, 1, 1.0)],
-)
-def test_hugging_face_finds_the_same_pieces(embeddings: Any, end: float, beam: int, alpha: float) -> None:
-    config = dataclasses.replace(SIZE, embeddings=embeddings)
+    ("changes", "end", "beam", "alpha"),
+    [({}, 3.0, 3, 0.6), ({}, 2.0, 4, 1.0), ({"embeddings": "untied"}, 4.0, 4, 1.0), ({}, 2.0, 1, 1.0),
+     (AS_OPUS, 3.0, 4, 1.0), (AS_OPUS, 3.0, 6, 0.6)],
+)  # fmt: skip
+def test_hugging_face_finds_the_same_pieces(changes: Any, end: float, beam: int, alpha: float) -> None:
+    config = dataclasses.replace(SIZE, **changes)
     weights, given = tensors(config, end, beam), sentences(12, beam)
     settings = DecodeSettings(
         beam_size=beam, alpha=alpha, length_penalty="power", stop="huggingface", max_length=LIMIT, max_extra=LIMIT
@@ -135,8 +139,10 @@ def test_hugging_face_finds_the_same_pieces(embeddings: Any, end: float, beam: i
     assert ended or end != 3  # the last case's sentences are all cut
 
 
-@pytest.mark.parametrize(("end", "beam", "alpha"), [(3.0, 4, 1.0), (3.0, 3, 0.0), (2.0, 1, 1.0)])
-def test_ctranslate2_finds_the_same_pieces(end: float, beam: int, alpha: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "end", "beam", "alpha"), [({}, 3.0, 4, 1.0), ({}, 3.0, 3, 0.0), ({}, 2.0, 1, 1.0), (AS_OPUS, 3.0, 4, 1.0)]
+)
+def test_ctranslate2_finds_the_same_pieces(changes: Any, end: float, beam: int, alpha: float, tmp_path: Path) -> None:
     ctranslate2 = pytest.importorskip("ctranslate2")
     from ctranslate2.converters.transformers import MarianMTLoader
 
@@ -145,8 +151,9 @@ def test_ctranslate2_finds_the_same_pieces(end: float, beam: int, alpha: float, 
 
         eos_token, unk_token, bos_token, pad_token = "t0", "t1", None, f"t{PAD}"
 
-    weights, given = tensors(SIZE, end, beam), sentences(12, beam)
-    marian, loader = peer(SIZE, weights), MarianMTLoader()
+    config = dataclasses.replace(SIZE, **changes)
+    weights, given = tensors(config, end, beam), sentences(12, beam)
+    marian, loader = peer(config, weights), MarianMTLoader()
     spec = loader.get_model_spec(marian)
     loader.set_config(spec.config, marian, Names)
     names = [f"t{i}" for i in range(VOCAB - 1)]
@@ -158,7 +165,7 @@ def test_ctranslate2_finds_the_same_pieces(end: float, beam: int, alpha: float, 
     settings = DecodeSettings(
         beam_size=beam, alpha=alpha, length_penalty="power", stop="ctranslate2", max_length=LIMIT, max_extra=LIMIT
     )
-    for sentence, found in zip(given, ours(SIZE, weights, given, settings), strict=True):
+    for sentence, found in zip(given, ours(config, weights, given, settings), strict=True):
         (out,) = translator.translate_batch(
             [[f"t{x}" for x in sentence.ids]],
             beam_size=beam,

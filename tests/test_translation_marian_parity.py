@@ -17,6 +17,7 @@ from tiny_translation import CONFIG, PAD, QUICK, padded
 
 from transformer_jax import masks, optim
 from transformer_jax.config import OptimizerConfig, UserError
+from transformer_jax.embeddings import sinusoids
 from transformer_jax.translation import model
 from transformer_jax.translation.config import BatchesConfig, ObjectiveConfig, TransformerConfig
 from transformer_jax.translation.interop import marian_names
@@ -38,6 +39,7 @@ SIZES = {
         hidden_act="gelu",
         scale_embedding=False,
     ),
+    "as OPUS-MT": dataclasses.replace(CONFIG, hidden_act="swish", output_bias=True),
 }
 LENGTHS = ((12, 6), (9, 9), (5, 3))
 SMOOTHING = 0.1
@@ -121,9 +123,9 @@ def torch_model(config: TransformerConfig) -> Any:
         )
     )
     tensors = weights(config)
-    bias = np.zeros((1, config.target_vocab_size), np.float32)
+    bias = tensors.get(marian_names.BIAS, np.zeros(config.target_vocab_size, np.float32))[None].copy()
     bias[0, PAD] = masks.FORBIDDEN
-    state = {k: torch.from_numpy(v.copy()) for k, v in (tensors | {"final_logits_bias": bias}).items()}
+    state = {k: torch.from_numpy(v.copy()) for k, v in (tensors | {marian_names.BIAS: bias}).items()}
     missing, unexpected = peer.load_state_dict(state, strict=False)
     tied = ("embed_tokens.weight", "embed_positions.weight", "lm_head.weight")
     assert not unexpected and all(name.endswith(tied) for name in missing)
@@ -148,10 +150,11 @@ def torch_losses(peer: Any, batch: dict[str, np.ndarray]) -> tuple[Any, Any, Any
 @functools.cache
 def run_torch(config: TransformerConfig) -> Result:
     peer = torch_model(config)
+    peer.final_logits_bias.requires_grad_()  # no parameter there, so that only ours trains it
     loss, plain, out = torch_losses(peer, padded(LENGTHS))
     loss.backward()
-    named = dict(peer.named_parameters())
-    gradients = {e.name: named[e.name].grad.numpy() for e in marian_names.entries(config)}
+    named = dict(peer.named_parameters()) | dict(peer.named_buffers())
+    gradients = {e.name: named[e.name].grad.numpy().reshape(e.shape) for e in marian_names.entries(config)}
     memory, logits = out.encoder_last_hidden_state, out.logits
     return Result(memory.detach().numpy(), logits.detach().numpy(), loss.item(), plain.item(), gradients)
 
@@ -171,6 +174,8 @@ def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
         ("untied", "unrolled", "float32"),
         ("untied", "scanned", "float32"),
         ("untied", "scanned", "float64"),
+        ("as OPUS-MT", "unrolled", "float32"),
+        ("as OPUS-MT", "scanned", "float64"),
     ],
 )
 def test_outputs_losses_and_gradients_are_those_of_pytorch(size: str, layers: Any, dtype: Any) -> None:
@@ -259,15 +264,18 @@ def test_fifty_steps_follow_the_loss_curve_of_pytorch() -> None:
     assert theirs[-1] < 0.8 * theirs[0], "the run must learn, or the curves say nothing"
 
 
+@pytest.mark.parametrize("output_bias", [False, True])
 @pytest.mark.parametrize("embeddings", ["shared", "separate", "untied"])
-def test_names_and_shapes_are_those_of_the_fresh_tree_and_of_the_peer(embeddings: Any) -> None:
-    config = dataclasses.replace(CONFIG, embeddings=embeddings)
+def test_names_and_shapes_are_those_of_the_fresh_tree_and_of_the_peer(embeddings: Any, output_bias: bool) -> None:
+    config = dataclasses.replace(CONFIG, embeddings=embeddings, output_bias=output_bias)
     params = marian_names.from_marian(weights(config), config)
     assert jax.tree.map(np.shape, params) == jax.tree.map(lambda x: x.shape, model.abstract_params(config))
-    published = marian_names.to_marian(params, config)
-    assert published.pop("final_logits_bias")[0].tolist() == [0.0] * PAD + [masks.FORBIDDEN]
-    assert sorted(published) == sorted(weights(config))
-    for name, value in weights(config).items():
+    published, given = marian_names.to_marian(params, config), weights(config)
+    bias = published.pop(marian_names.BIAS)[0]
+    assert bias[:PAD].tolist() == given.pop(marian_names.BIAS, np.zeros(PAD + 1))[:PAD].tolist()
+    assert bias[PAD] == masks.FORBIDDEN and bias[:PAD].all() == output_bias
+    assert sorted(published) == sorted(given)
+    for name, value in given.items():
         np.testing.assert_array_equal(published[name], value)
     named = dict(torch_model(config).named_parameters())
     trained = {name for name in named if not name.endswith("embed_positions.weight")}
@@ -286,8 +294,10 @@ def test_tensors_that_mean_something_else_are_refused() -> None:
     good = weights(CONFIG)
     bias = np.zeros((1, 101), np.float32)
     bias[0, 3] = 1
+    learned = sinusoids(8, CONFIG.hidden_size) + 0.01
     wrong: dict[str, tuple[Tensors, str]] = {
-        "bias": (good | {"final_logits_bias": bias}, "is not 0 everywhere"),
+        "bias": (good | {"final_logits_bias": bias}, "is not 0 everywhere.*has output_bias = true"),
+        "positions": (good | {"model.decoder.embed_positions.weight": learned}, "does not hold sinusoids"),
         "tied": (good | {"lm_head.weight": good["model.shared.weight"] + 1}, "lm_head.weight differs from"),
         "pad": (good | {"model.shared.weight": good["model.shared.weight"] + 1}, "that of <pad>, is not zero"),
         "missing": ({k: v for k, v in good.items() if "fc1" not in k}, "8 missing: .*fc1"),

@@ -222,7 +222,11 @@ def test_pad_and_padding_rows_are_never_predicted_get_no_gradient_and_start_the_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"norm": "pre"}, {"embeddings": "untied"}], ids=["post", "pre", "untied"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"norm": "pre"}, {"embeddings": "untied"}, {"output_bias": True, "hidden_act": "swish"}],
+    ids=["post", "pre", "untied", "bias"],
+)
 def test_a_decoding_step_gives_what_the_whole_pass_gives_at_each_position(changes: Any) -> None:
     """C007: two sentences of different lengths, two beams each, up to the last slot of the cache."""
     config = dataclasses.replace(CONFIG, **changes)

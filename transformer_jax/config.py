@@ -44,8 +44,8 @@ class EncoderConfig:
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
     intermediate_size: int = 3072
-    hidden_act: Literal["gelu", "gelu_new", "relu"] = "gelu"
-    """gelu is the exact form with erf; gelu_new the tanh approximation."""
+    hidden_act: Literal["gelu", "gelu_new", "relu", "swish"] = "gelu"
+    """gelu is the exact form with erf; gelu_new the tanh approximation; swish is x times its logistic function."""
     hidden_dropout_prob: float = 0.1
     attention_probs_dropout_prob: float = 0.1
     layer_norm_eps: float = 1e-12

@@ -195,7 +195,18 @@ def relu(x: jax.Array) -> jax.Array:
     return jnp.maximum(x, 0)
 
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"gelu": gelu, "gelu_new": gelu_new, "relu": relu}
+def swish(x: jax.Array) -> jax.Array:
+    """x times its logistic function (Ramachandran et al. 2017), also called SiLU; the name is that of Marian's files."""
+    wide = x.astype(wide_dtype(x.dtype))
+    return (wide * jax.nn.sigmoid(wide)).astype(x.dtype)
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": gelu,
+    "gelu_new": gelu_new,
+    "relu": relu,
+    "swish": swish,
+}
 
 
 def broadcast_last(vector_K: jax.Array, rank: int) -> jax.Array:

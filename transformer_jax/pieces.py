@@ -67,7 +67,7 @@ class SentencePiece:
         """
         Args:
           vocab: pieces in order of id, where they are given (Marian's vocab.json, which may hold pieces of another
-            model too); otherwise `</s>`, `<unk>`, the tags, the pieces of the model in its order, `<pad>`.
+            model too: text that is no piece here, but is one of those, gets its id); otherwise `</s>`, `<unk>`, the tags, the pieces of the model in its order, `<pad>`.
 
         Raises:
           UserError: not a SentencePiece model, or a vocabulary that is not in this layout.
@@ -94,6 +94,10 @@ class SentencePiece:
         self.pad_id = len(self.vocab) - 1
         ids = {piece: i for i, piece in enumerate(self.vocab)}
         self._ids = [ids.get(name, self.unk_id) if ours else self.unk_id for name, ours in zip(names, own, strict=True)]
+        # What the model has no piece for it gives back as it stands, and Marian looks that up in the list as well.
+        apart = {*names, EOS, UNK, PAD, *self.user_symbols}
+        others = {piece: i for piece, i in ids.items() if piece not in apart}
+        self._by_text = others and others | dict(zip(names, self._ids, strict=True))
         for tag in self.user_symbols:
             if tag not in ids or tag in (EOS, UNK, PAD):
                 raise UserError(f"the tag {tag!r} is not in the vocabulary, or is one of {EOS}, {UNK} and {PAD}")
@@ -161,7 +165,7 @@ class SentencePiece:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, in one thread."""
         if self._cut is not None:
-            return [self._with_tags(text, lambda processor, part: processor.encode(part)) for text in texts]
+            return [self._with_tags(text, self._ids_of) for text in texts]
         if not self._by_words:
             return self._encode_whole(texts)
         # Long runs without spaces (Chinese, addresses) hardly come again, so they are not worth keeping.
@@ -174,8 +178,16 @@ class SentencePiece:
         return [next(rest) if own is None else list(chain(map(look_up, own))) for own in words]
 
     def _encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._by_text:
+            return [self._ids_of(self._whole, text) for text in texts]
         ids = self._ids
         return [[ids[i] for i in row] for row in self._whole.encode(list(texts), num_threads=1)]
+
+    def _ids_of(self, processor: Any, text: str, **options: Any) -> list[int]:
+        """Ids of the pieces that a processor cuts a text without tags into."""
+        if self._by_text:
+            return [self._by_text.get(piece, self.unk_id) for piece in processor.encode(text, out_type=str, **options)]
+        return [self._ids[i] for i in processor.encode(text, **options)]
 
     def _known(self, words: set[str]) -> Mapping[str, tuple[int, ...]]:
         """A table that has the ids of each of `words`. It only grows, so that threads may share it."""
@@ -217,7 +229,7 @@ class SentencePiece:
         import sentencepiece
 
         def draw(processor: Any, part: str) -> list[int]:
-            return processor.encode(part, enable_sampling=True, alpha=amount, nbest_size=-1)
+            return self._ids_of(processor, part, enable_sampling=True, alpha=amount, nbest_size=-1)
 
         found = []
         seeds = (np.asarray(keys, np.uint64) >> np.uint64(32)).tolist()
@@ -225,7 +237,7 @@ class SentencePiece:
             for text, seed in zip(texts, seeds, strict=True):
                 sentencepiece.set_random_generator_seed(seed)
                 if self._cut is None:
-                    found.append([self._ids[i] for i in draw(self._whole, text)])
+                    found.append(draw(self._whole, text))
                 else:
                     found.append(self._with_tags(text, draw))
         return found
@@ -255,8 +267,8 @@ class SentencePiece:
         """The parts of a text that are `<unk>`, as they stand in it after normalisation."""
         found = []
         for part in self._cut.split(text) if self._cut else [text]:
-            pieces, ids = self._whole.encode(part, out_type=str), self._whole.encode(part)
-            found += [p.strip(SPACE) for p, i in zip(pieces, ids, strict=True) if self._ids[i] == self.unk_id]
+            pieces, ids = self._whole.encode(part, out_type=str), self._ids_of(self._whole, part)
+            found += [p.strip(SPACE) for p, i in zip(pieces, ids, strict=True) if i == self.unk_id]
         return found
 
     @functools.cached_property
@@ -289,10 +301,10 @@ class SentencePiece:
         for number, part in enumerate(parts):
             core = part if self._keeps_spaces else part.strip()
             if core and (number == 0 or (not self._keeps_spaces and part[0].isspace())):
-                found += [self._ids[i] for i in cut(self._whole, core)]
+                found += cut(self._whole, core)
             elif core:
                 core = core if self._keeps_spaces else " ".join(core.split())
-                found += [self._ids[i] for i in cut(self._inner, core)]
+                found += cut(self._inner, core)
             # A space before the next tag; spaces at the ends of the whole text go, as they do without tags.
             between = not self._keeps_spaces and number < len(tags)
             if between and part and part[-1].isspace() and (core or number):

@@ -33,8 +33,9 @@ def read_tensors(folder: Path, model_class: str) -> dict[str, np.ndarray]:
         if any(name.endswith((".bin", ".pt")) for name in others):
             raise UserError(
                 f"{folder}: the weights are a pickle ({', '.join(others)}), which can run any code when it is opened, "
-                "so it is not read; where you trust it, write them again as safetensors: "
-                f"{model_class}.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+                "so it is not read; where you trust it, write them again as safetensors, in an environment of its own "
+                f"with torch and transformers: {model_class}.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER), and "
+                "copy the other files there (vocabularies and settings of the tokenizer)"
             )
         found = f" (only {', '.join(others)})" if others else ""
         raise UserError(f"{folder}: no model.safetensors{found}; weights are read from safetensors files alone")

@@ -43,7 +43,7 @@ class TransformerConfig(EncoderConfig):
     """Layers of the encoder."""
     num_attention_heads: int = 8
     intermediate_size: int = 2048
-    hidden_act: Literal["gelu", "gelu_new", "relu"] = "relu"
+    hidden_act: Literal["gelu", "gelu_new", "relu", "swish"] = "relu"
     attention_probs_dropout_prob: float = 0.0
     layer_norm_eps: float = 1e-5
     num_decoder_layers: int = 6
@@ -56,6 +56,8 @@ class TransformerConfig(EncoderConfig):
     """Layer norm after each residual sum, as in the paper, or before each part with one more after the last layer."""
     embeddings: Literal["shared", "separate", "untied"] = "shared"
     """One table for source, target and output (section 3.4); the source's apart, target and output one; or three."""
+    output_bias: bool = False
+    """Add a trained number to the score of each piece, as the models of OPUS-MT do."""
     encoder_embeddings: Literal["transformer", "bert"] = "transformer"
     """Scaled pieces with sinusoids, or BERT's tables of pieces, positions and segments with their norm."""
     scale_embedding: bool = True

@@ -17,7 +17,7 @@ from transformer_jax import masks
 from transformer_jax.config import ConfigError
 from transformer_jax.dropout import Randomness, dropout, of_pass
 from transformer_jax.embeddings import BertEmbeddings, sinusoids
-from transformer_jax.layers import Embedding, KeysValues, compute_dtype, wide_dtype
+from transformer_jax.layers import Embedding, KeysValues, broadcast_last, compute_dtype, partitioned, wide_dtype
 from transformer_jax.model import (
     SITES_PER_LAYER,
     Decoder,
@@ -92,6 +92,19 @@ class Embeddings(nn.Module):
         return (x_BLH.astype(wide) * scale + positions_BLH).astype(x_BLH.dtype)
 
 
+class OutputBias(nn.Module):
+    """A trained number for each piece, added to its score. Those of `<pad>` and the padding are born zero and get no
+    gradient, since their scores are too low for one."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, scores_BTV: jax.Array) -> jax.Array:
+        bias_init = partitioned(nn.initializers.zeros, "vocab")
+        bias_V = self.param("bias", bias_init, scores_BTV.shape[-1:], wide_dtype(compute_dtype(self.config)))
+        return scores_BTV + broadcast_last(bias_V, scores_BTV.ndim)
+
+
 class Transformer(nn.Module):
     """Encoder and decoder with their embeddings.
 
@@ -111,6 +124,8 @@ class Transformer(nn.Module):
         self.embeddings = Embeddings(c)
         self.encoder = Encoder(c)
         self.decoder = Decoder(c, c.num_decoder_layers, c.decoder_scanned)
+        if c.output_bias:
+            self.output = OutputBias(c)
 
     def __call__(
         self,
@@ -156,7 +171,8 @@ class Transformer(nn.Module):
         x_BTH = self.embeddings.embed_target(decoder_input_ids, decoder_position_ids, r, length)
         site = FIRST_LAYER_SITE + SITES_PER_LAYER * c.num_hidden_layers
         x_BTH = self.decoder(x_BTH, decoder_sequence_ids, memory_BSH, sequence_ids, r, site)
-        return self.embeddings.scores(x_BTH)
+        scores_BTV = self.embeddings.scores(x_BTH)
+        return self.output(scores_BTV) if c.output_bias else scores_BTV
 
     def encode(self, input_ids: jax.Array, position_ids: jax.Array, sequence_ids: jax.Array) -> jax.Array:
         """The encoder's output [B, S, H], without dropout."""
@@ -209,8 +225,8 @@ def count_parameters(config: TransformerConfig) -> dict[str, int]:
     `<pad>` counts although its vector is fixed at zero: it stands in the vocabulary and in every export.
 
     Returns:
-      One entry for each table under its name (`embeddings/target`, ...), then encoder, decoder and total. A table
-      with several uses counts once.
+      One entry for each table under its name (`embeddings/target`, ...), then encoder, decoder, the output's bias
+      where there is one, and total. A table with several uses counts once.
     """
     params = abstract_params(config)
     tables = params.pop("embeddings")
@@ -220,6 +236,8 @@ def count_parameters(config: TransformerConfig) -> dict[str, int]:
         padded = config.padded_source_vocab_size if name == "source" else config.padded_target_vocab_size
         used = config.source_vocab_size if name == "source" else config.target_vocab_size
         counts[f"embeddings/{name}"] -= (padded - used) * config.hidden_size
+    if config.output_bias:
+        counts["output"] = config.target_vocab_size
     return counts | {"total": sum(counts.values())}
 
 

@@ -17,8 +17,8 @@ BESIDE = ("data.recipe", "tokenizer.source_model", "tokenizer.target_model")
 
 # What another value of a key means for a run that goes on. The first matching prefix counts; other keys are free.
 FIXED = ("model.hidden_size", "model.num_", "model.intermediate_size", "model.source_vocab_", "model.target_vocab_",
-         "model.vocab_", "model.hidden_act", "model.norm", "model.embeddings", "model.encoder_embeddings",
-         "model.scale_embedding", "model.type_vocab_size", "optimizer.name")  # fmt: skip
+         "model.vocab_", "model.hidden_act", "model.norm", "model.embeddings", "model.output_bias",
+         "model.encoder_embeddings", "model.scale_embedding", "model.type_vocab_size", "optimizer.name")  # fmt: skip
 """Another model or optimizer: the stored state does not fit, or would mean something else, and no force makes it."""
 UNSAFE = ("examples.", "objective.", "train.seed", "optimizer.", "model.layer_norm_eps", "model.hidden_dropout_prob",
           "model.attention_probs_dropout_prob", "model.dropout_generator", "init.")  # fmt: skip

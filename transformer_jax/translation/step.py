@@ -81,6 +81,8 @@ def decoder_weights(config: TransformerConfig, params: Any) -> Weights:
     }
     if config.embeddings == "untied":
         weights["output_VH"] = jnp.asarray(tables["output"]["embedding"]).astype(dtype)
+    if config.output_bias:
+        weights["output_bias_V1"] = jnp.asarray(params["output"]["bias"]).astype(wide)[:, None]
     if config.pre_norm:
         weights["final_norm"] = norm(params["decoder"]["final_norm"])
     return weights
@@ -172,6 +174,8 @@ def decode_step(
         x_HX = _norm(c, weights["final_norm"], x_HX)
     table_VH = weights["output_VH"] if "output_VH" in weights else weights["table_VH"]
     scores_VX = jnp.matmul(table_VH, x_HX, preferred_element_type=wide)
+    if c.output_bias:
+        scores_VX = scores_VX + weights["output_bias_V1"]
     is_piece_V1 = (jnp.arange(table_VH.shape[0]) < c.target_vocab_size - 1)[:, None]
     return jnp.where(is_piece_V1, scores_VX, masks.FORBIDDEN), tuple(written)
 

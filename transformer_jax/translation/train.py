@@ -290,11 +290,15 @@ def with_padding(params: dict[str, Any], config: TransformerConfig) -> dict[str,
         else padded(table, config.target_vocab_size, config.padded_target_vocab_size)
         for name, table in params["embeddings"].items()
     }
-    return {**params, "embeddings": tables}
+    if not config.output_bias:
+        return {**params, "embeddings": tables}
+    bias_V = params["output"]["bias"][: config.target_vocab_size]
+    return {**params, "embeddings": tables, "output": {"bias": _padded(bias_V, config.padded_target_vocab_size)}}
 
 
-def _padded(table_VH: np.ndarray, rows: int) -> np.ndarray:
-    return np.pad(np.asarray(table_VH), [(0, rows - len(table_VH)), (0, 0)])
+def _padded(table: np.ndarray, rows: int) -> np.ndarray:
+    """A table [V, H] or vector [V] with zeros up to so many rows."""
+    return np.pad(np.asarray(table), [(0, rows - len(table))] + [(0, 0)] * (table.ndim - 1))
 
 
 def opening_lines(config: TranslationConfig, engine: Engine, stream: data.TrainingData) -> list[str]:

@@ -32,7 +32,7 @@ _warn = logging.getLogger(__name__).warning
 
 TOLERANCE = {"float32": 1e-4, "int8": 1.0}
 """Most that the log-probability of a piece of the written model may differ from ours."""
-_ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_new": "GELUTanh"}
+_ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_new": "GELUTanh", "swish": "SWISH"}
 
 
 def _library() -> Any:
@@ -130,6 +130,8 @@ def _spec(library: Any, params: Mapping[str, Any], config: TransformerConfig) ->
     encoder.embeddings[0].weight = source.copy()
     decoder.embeddings.weight = target.copy()
     decoder.projection.weight = output.copy()
+    if config.output_bias:
+        decoder.projection.bias = params["output"]["bias"][: config.target_vocab_size - 1].copy()
     decoder.start_from_zero_embedding = True
     for side, spec_of_side in (("encoder", encoder), ("decoder", decoder)):
         spec_of_side.scale_embeddings = float(config.hidden_size**0.5) if config.scale_embedding else 1.0

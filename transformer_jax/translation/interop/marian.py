@@ -32,7 +32,7 @@ from transformer_jax.new_folder import check_target, new_folder
 from transformer_jax.pieces import SentencePiece
 from transformer_jax.safetensors_folder import read_json, read_tensors, write_json
 from transformer_jax.translation.config import BatchesConfig, SentencePieceConfig, TransformerConfig, TranslationConfig
-from transformer_jax.translation.interop.marian_names import from_marian, refuse_unfit, to_marian
+from transformer_jax.translation.interop.marian_names import from_marian, has_output_bias, refuse_unfit, to_marian
 from transformer_jax.translation.loading import NAMING
 from transformer_jax.translation.model import Transformer
 from transformer_jax.translation.presets import nearest_preset
@@ -72,6 +72,15 @@ _FIELDS = {
     "target_vocab_size": ("decoder_vocab_size",),
 }
 """Settings of ours and the names that Marian's configuration has for each."""
+_ACTIVATIONS = {"silu": "swish"}
+"""Other names of ours; OPUS-MT's folders say swish."""
+_ARCHITECTURE = {
+    "normalize_before": False,
+    "normalize_embedding": False,
+    "add_final_layer_norm": False,
+    "static_position_embeddings": True,
+}
+"""Keys that earlier versions of the library wrote, with the only value that is Marian's form of the model."""
 _LANGUAGE_CODE = re.compile(r">>[^<]*<<")
 
 
@@ -97,7 +106,9 @@ def config_to_marian(config: TransformerConfig) -> dict[str, Any]:
 
 
 def config_from_marian(data: Mapping[str, Any], where: str = "config.json") -> TransformerConfig:
-    """The model configuration from the contents of a Marian `config.json`.
+    """The model configuration from the contents of a Marian `config.json`. Keys that say nothing of the model are free.
+
+    Whether the output has a bias stands in the weights alone: `marian_names.has_output_bias`.
 
     Raises:
       UserError: another kind of model, or a variant of Marian that this model is not.
@@ -109,10 +120,14 @@ def config_from_marian(data: Mapping[str, Any], where: str = "config.json") -> T
         raise UserError(f"{where}: lacks {', '.join(missing)}")
     settings = {ours: data[names[0]] for ours, names in _FIELDS.items() if names[0] in data}
     settings["target_vocab_size"] = settings.get("target_vocab_size") or data["vocab_size"]
+    settings["hidden_act"] = _ACTIVATIONS.get(settings["hidden_act"], settings["hidden_act"])
     for names in _FIELDS.values():
         values = {name: data[name] for name in names if name in data}
         if len(set(values.values())) > 1:
             raise UserError(f"{where}: {values} differ; encoder and decoder must be alike in this")
+    for name, value in _ARCHITECTURE.items():
+        if data.get(name, value) != value:
+            raise UserError(f"{where}: {name} is {data[name]!r}; this model has the form for {value!r} alone")
     pad = data["vocab_size"] - 1
     for name, expected in (("eos_token_id", 0), ("pad_token_id", pad), ("decoder_start_token_id", pad)):
         if data.get(name) != expected:
@@ -154,8 +169,10 @@ def read_folder(path: str | Path) -> Folder:
         entries, rows = getattr(vocabularies, side).vocab_size, getattr(config, f"{side}_vocab_size")
         if entries != rows:
             raise UserError(f"{folder}: the {side} vocabulary has {entries} entries, the model {rows} rows for them")
+    tensors = read_tensors(folder, "MarianMTModel")
+    config = dataclasses.replace(config, output_bias=has_output_bias(tensors))
     try:
-        params = from_marian(read_tensors(folder, "MarianMTModel"), config)
+        params = from_marian(tensors, config)
     except UserError as e:
         raise UserError(f"{folder}: {e}") from None
     return Folder(config, params, vocabularies)

@@ -1,8 +1,9 @@
 """Our parameters under the names of Hugging Face's `MarianMTModel`, and back.
 
 Sinusoids have no tensor. A table with several uses is there once: as `model.shared` where all three share it, else
-under the decoder, with `lm_head` apart only where the output is untied. `final_logits_bias` is no parameter of ours:
-it holds -1e9 for `<pad>` and 0 for all other pieces, which is what our model adds.
+under the decoder, with `lm_head` apart only where the output is untied. `final_logits_bias` is always there: the bias
+of the output, or 0 for a model without, and -1e9 for `<pad>`, which is what our model adds. (OPUS-MT's folders have 0
+there, and forbid `<pad>` when they translate.)
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import numpy as np
 
 from transformer_jax import masks, published_names
 from transformer_jax.config import UserError
+from transformer_jax.embeddings import sinusoids
 from transformer_jax.published_names import Entry, dense, norm
 from transformer_jax.translation.config import TransformerConfig
 
 BIAS = "final_logits_bias"
 MODEL = "a Marian model"
+POSITIONS_TOLERANCE = 1e-3
+"""Most that a written table of sinusoids may differ from ours; half precision rounds by half of it."""
 
 
 def refuse_unfit(config: TransformerConfig) -> None:
@@ -74,36 +78,53 @@ def entries(config: TransformerConfig) -> list[Entry]:
             found += dense(f"{ours}/feed_forward/intermediate", f"{theirs}.fc1", hidden, inner)
             found += dense(f"{ours}/feed_forward/output", f"{theirs}.fc2", inner, hidden)
             found += norm(f"{ours}/feed_forward_norm", f"{theirs}.final_layer_norm", hidden)
+    if config.output_bias:
+        rows, padded = config.target_vocab_size, config.padded_target_vocab_size
+        found.append(Entry(("output", "bias"), BIAS, (rows,), padded_rows=padded))
     return found
 
 
+def has_output_bias(tensors: Mapping[str, np.ndarray]) -> bool:
+    """Whether a piece other than `<pad>` has a bias."""
+    return BIAS in tensors and bool(np.any(np.ravel(tensors[BIAS])[:-1] != 0))
+
+
 def to_marian(params: Mapping[str, Any], config: TransformerConfig) -> dict[str, np.ndarray]:
-    """The parameters under Marian's names, float32, padding rows cut off, with the bias that forbids `<pad>`.
+    """The parameters under Marian's names, float32, padding rows cut off, with a bias [1, V] that forbids `<pad>`.
 
     Raises:
       UserError: the model does not fit, or the tree has other tensors or shapes than `config` says.
     """
-    bias_1V = np.zeros((1, config.target_vocab_size), np.float32)
-    bias_1V[0, -1] = masks.FORBIDDEN
-    return published_names.publish(params, entries(config), MODEL) | {BIAS: bias_1V}
+    tensors = published_names.publish(params, entries(config), MODEL)
+    bias_V = tensors.get(BIAS, np.zeros(config.target_vocab_size, np.float32))
+    return tensors | {BIAS: np.append(bias_V[:-1], np.float32(masks.FORBIDDEN))[None]}
 
 
 def from_marian(tensors: Mapping[str, np.ndarray], config: TransformerConfig) -> dict[str, Any]:
     """The parameter tree from tensors under Marian's names.
 
-    Repeats of a shared table, sinusoids and `final_logits_bias` may be there: they must agree with what our model has
-    in their place.
+    Repeats of a shared table and sinusoids may be there, and `final_logits_bias` for a model without one: they must
+    agree with what our model has in their place. What the bias holds for `<pad>` is left out.
 
     Raises:
-      UserError: names are missing or unknown, a shape differs, a repeat differs, the bias is not 0, or `<pad>` has a
-        vector other than zero.
+      UserError: names are missing or unknown, a shape differs, a repeat differs, positions are not sinusoids, the bias
+        is not 0 where `config` has none, or `<pad>` has a vector other than zero.
     """
     table, found = entries(config), dict(tensors)
-    found.pop("model.encoder.embed_positions.weight", None)
-    found.pop("model.decoder.embed_positions.weight", None)
-    bias = found.pop(BIAS, None)
-    if bias is not None and np.any(np.reshape(bias, -1)[:-1] != 0):
-        raise UserError(f"{BIAS} is not 0 everywhere but at <pad>; a model with a bias of its output is not supported")
+    for side in ("encoder", "decoder"):
+        name = f"model.{side}.embed_positions.weight"
+        positions_PH = found.pop(name, None)
+        if positions_PH is None:
+            continue
+        ours_PH = sinusoids(len(positions_PH), config.hidden_size)
+        if positions_PH.shape != ours_PH.shape or not np.abs(positions_PH - ours_PH).max() <= POSITIONS_TOLERANCE:
+            raise UserError(f"{name} does not hold sinusoids; this model has no positions that are learned")
+    if config.output_bias and BIAS in found:
+        found[BIAS] = np.append(np.ravel(found[BIAS])[:-1], 0)
+    elif has_output_bias(found):
+        raise UserError(f"{BIAS} is not 0 everywhere but at <pad>; such a model has output_bias = true")
+    else:
+        found.pop(BIAS, None)
     shared = config.embeddings == "shared"
     holder = "model.shared.weight" if shared else "model.decoder.embed_tokens.weight"
     repeats = ["model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"] if shared else []
@@ -114,7 +135,7 @@ def from_marian(tensors: Mapping[str, np.ndarray], config: TransformerConfig) ->
         if repeat is not None and not np.array_equal(repeat, found.setdefault(holder, repeat)):
             raise UserError(f"{name} differs from {holder}, which the configuration says it shares")
     for entry in table:
-        if entry.padded_rows and entry.path[1] != "output" and entry.name in found and np.any(found[entry.name][-1]):
+        if entry.path[0] == "embeddings" and entry.path[1] != "output" and entry.name in found and np.any(found[entry.name][-1]):
             raise UserError(f"{entry.name}: the last row, that of <pad>, is not zero, so the decoder would not start "
                             "from a zero vector")  # fmt: skip
     return published_names.adopt(found, table, MODEL)
