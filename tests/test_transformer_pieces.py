@@ -220,6 +220,14 @@ def test_a_vocabulary_that_is_given_decides_the_ids(plain):
     assert given.decode(given.encode("hello world")) == "hello world"
     lacking = SentencePiece(plain.model, ["</s>", "<unk>", *(p for p in body if p != "▁"), "<pad>"])
     assert lacking.encode("\u2603").count(1) >= 1
+    # Text that this model has no piece for may be a piece of the other; never a control piece.
+    both = SentencePiece(plain.model, ["</s>", "<unk>", *body, "\u2603", ">>de<<", "<pad>"], [">>de<<"])
+    snow = both.vocab.index("\u2603")
+    for text in ("hello \u2603", ">>de<< hello \u2603"):
+        assert both.encode(text)[-1] == snow and 1 not in both.encode(text)
+        assert both.decode(both.encode(text)) == text
+        assert both.sample_batch([text], np.zeros(1, np.uint64), 0.0)[0] == both.encode(text)
+    assert both.encode("\u2603\u2604")[-1] == 1 and both.unknown_words("\u2603 \u2604") == ["\u2604"]
     for wrong in (["<unk>", "</s>", *body, "<pad>"], ["</s>", "<unk>", "<pad>", *body]):
         with pytest.raises(UserError, match="must have </s> as id 0"):
             SentencePiece(plain.model, wrong)

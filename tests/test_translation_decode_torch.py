@@ -140,7 +140,8 @@ def test_hugging_face_finds_the_same_pieces(changes: Any, end: float, beam: int,
 
 
 @pytest.mark.parametrize(
-    ("changes", "end", "beam", "alpha"), [({}, 3.0, 4, 1.0), ({}, 3.0, 3, 0.0), ({}, 2.0, 1, 1.0), (AS_OPUS, 3.0, 4, 1.0)]
+    ("changes", "end", "beam", "alpha"),
+    [({}, 3.0, 4, 1.0), ({}, 3.0, 3, 0.0), ({}, 2.0, 1, 1.0), (AS_OPUS, 3.0, 4, 1.0)],
 )
 def test_ctranslate2_finds_the_same_pieces(changes: Any, end: float, beam: int, alpha: float, tmp_path: Path) -> None:
     ctranslate2 = pytest.importorskip("ctranslate2")

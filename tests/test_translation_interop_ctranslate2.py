@@ -48,7 +48,7 @@ def params(model: TransformerConfig) -> dict[str, Any]:
 
     def draw(path: Any, leaf: Any) -> np.ndarray:
         value = rng.standard_normal(leaf.shape) * 0.3 + (path[-1].key == "scale")
-        if path[0].key == "embeddings":
+        if path[0].key in ("embeddings", "output"):
             value[(model.source_vocab_size if path[1].key == "source" else model.target_vocab_size) - 1 :] = 0
         return value.astype(np.float32)
 
@@ -70,8 +70,9 @@ def ctranslate2() -> Any:
         {},
         {"norm": "pre", "embeddings": "untied", "hidden_act": "gelu", "layer_norm_eps": 1e-3},
         {"embeddings": "separate", "scale_embedding": False, "hidden_act": "gelu_new"},
+        {"hidden_act": "swish", "output_bias": True},
     ],
-    ids=["as Marian", "pre-norm, untied", "separate, unscaled"],
+    ids=["as Marian", "pre-norm, untied", "separate, unscaled", "as OPUS-MT"],
 )
 @pytest.mark.parametrize("quantization", ["float32", "int8"])
 def test_the_written_model_scores_as_ours_does(
@@ -105,18 +106,19 @@ def test_an_export_that_fails_its_own_check_leaves_nothing(tmp_path: Path, ctran
     assert not list(tmp_path.iterdir())
 
 
-def test_the_file_is_that_of_the_official_converter(tmp_path: Path, ctranslate2: Any) -> None:
+@pytest.mark.parametrize("changes", [{}, {"hidden_act": "swish", "output_bias": True}], ids=["", "as OPUS-MT"])
+def test_the_file_is_that_of_the_official_converter(changes: Any, tmp_path: Path, ctranslate2: Any) -> None:
     """Its converter reads Marian's folder with torch; ours never imports it."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")
     from ctranslate2.converters.transformers import MarianMTLoader
 
     vocabularies = tiny_translation_run.vocabularies()
-    model = config(vocabularies)
+    model = config(vocabularies, **changes)
     ours = interop.export(params(model), model, vocabularies, tmp_path / "ours", say=quiet)
     marian.export(params(model), model, vocabularies, tmp_path / "marian", say=quiet)
     peer, loader = transformers.MarianMTModel.from_pretrained(tmp_path / "marian"), MarianMTLoader()
-    peer.final_logits_bias.zero_()  # it forbids <pad>, which neither file has
+    peer.final_logits_bias[0, -1] = 0  # it forbids <pad>, which neither file has
     spec = loader.get_model_spec(peer)
 
     class Names:
@@ -172,20 +174,27 @@ def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
 def test_the_script_beside_the_folder_gives_a_line_for_each_line(
     ctranslate2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """C017, C028: blank and odd lines keep their places; what is cut is told by its number."""
-    vocabularies = tiny_translation_run.vocabularies()
+    """C017, C028: blank and odd lines keep their places; what is cut is told by its number; a tag is one piece."""
+    both = pieces.train([a for a, _ in tiny_translation_run.pairs(60, 0)], vocab_size=44, user_symbols=[">>de<<"])
+    vocabularies = Vocabularies(both, both)
     model = config(vocabularies, max_position_embeddings=256)
     interop.export(params(model), model, vocabularies, tmp_path / "out", say=quiet)
     script = runpy.run_path(str(Path(__file__).parents[1] / "launch" / "translate_ctranslate2.py"))
     monkeypatch.setitem(script["main"].__globals__, "MOST_PIECES", 8)
     monkeypatch.setitem(script["main"].__globals__, "LINES_AT_ONCE", 2)
     lines = [b"\xef\xbb\xbfbal bel\r", b"", b"ba\xff\rl", b"  ", b"bal " * 20, b"bal\xe2\x80\xa8bel", b"bal bel"]
+    lines += [b">>de<< bal bel", b">>xx<< b"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n".join(lines))))
     monkeypatch.setattr(sys, "argv", ["script", str(tmp_path / "out")])
     script["main"]()
     out, err = capsys.readouterr()
     found = out.split("\n")
-    assert len(found) == 8 and found[0] == found[6] and [found[n] for n in (1, 3, 7)] == ["", "", ""]
+    assert len(found) == 10 and found[0] == found[6] and [found[n] for n in (1, 3, 9)] == ["", "", ""]
+    tagged = [[both.vocab[i] for i in both.encode(line.decode())] for line in lines[7:]]
+    assert tagged[0][0] == ">>de<<" and tagged[1][0] != ">>xx<<"
+    translator = ctranslate2.Translator(str(tmp_path / "out"), device="cpu", intra_threads=1)
+    results = translator.translate_batch(tagged, beam_size=4)
+    assert found[7:9] == [both.decode(map(both.vocab.index, r.hypotheses[0])) for r in results]
     assert err.startswith("line 5: cut after 8 of its ")
     monkeypatch.setattr(sys, "argv", ["script", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"has no model\.bin"):

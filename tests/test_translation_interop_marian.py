@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gzip
+import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,17 +15,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_translation_run
+from safetensors.numpy import load_file
 
 from transformer_jax import pieces
 from transformer_jax.checkpoint import read_params
 from transformer_jax.config import UserError
 from transformer_jax.translation import loading, main
 from transformer_jax.translation.config import TransformerConfig
-from transformer_jax.translation.interop import marian, marian_names
+from transformer_jax.translation.decode import DecodeSettings
+from transformer_jax.translation.interop import ctranslate2, marian, marian_names
 from transformer_jax.translation.presets import PRESETS, nearest_preset
+from transformer_jax.translation.translate import TranslateSettings, translate
 from transformer_jax.translation.vocabularies import Vocabularies
 
 TEXTS = ["bal bel bol", "gon  gam fel.", "", "dalbel unbekannt 深"]
+AS_OPUS = {"hidden_act": "swish", "output_bias": True}
+PAIRS = Path(__file__).parents[1] / "data" / "pairs" / "en-de" / "train.permissive.tsv.gz"
 
 
 def config(**changes: Any) -> TransformerConfig:
@@ -87,10 +95,13 @@ def test_the_folder_holds_what_marian_needs_and_reads_back_bit_for_bit(exported:
     assert [found.vocabularies.source.encode(t) for t in TEXTS] == [vocabularies.source.encode(t) for t in TEXTS]
 
 
-def test_an_imported_run_exports_the_same_files(exported: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, AS_OPUS], ids=["", "as OPUS-MT"])
+def test_an_imported_run_exports_the_same_files(changes: dict[str, Any], tmp_path: Path) -> None:
+    exported = export(tmp_path / "out", config(**changes))
     run = marian.import_folder(exported, tmp_path / "run")
     loaded = loading.load(run)
     assert loaded.step == 0 and loaded.config.embeddings == "shared"
+    assert ("output" in loaded.params) == loaded.config.output_bias == bool(changes)
     again = marian.export_checkpoint(run, tmp_path / "again", say=lambda line: None)
     for name in ("model.safetensors", "config.json", "vocab.json", "source.spm", "target.spm"):
         assert (again / name).read_bytes() == (exported / name).read_bytes(), name
@@ -186,7 +197,9 @@ def test_a_target_in_use_is_kept(exported: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"activation_function": "swish"}, "Invalid enum value 'swish'"),
+        ({"activation_function": "tanh"}, "Invalid enum value 'tanh'"),
+        ({"normalize_before": True}, "normalize_before is True; this model has the form for False alone"),
+        ({"eos_token_id": 5}, r"eos_token_id is 5; it must be 0 \(</s> first, <pad> last\)"),
         ({"pad_token_id": 0}, r"pad_token_id is 0; it must be \d+ \(</s> first, <pad> last\)"),
         ({"decoder_ffn_dim": 7}, "encoder and decoder must be alike"),
         ({"model_type": "bart"}, "model_type is 'bart'"),
@@ -212,6 +225,142 @@ def test_weights_of_another_model_are_refused(exported: Path, tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(settings | {"encoder_layers": 1, "num_hidden_layers": 1}))
     with pytest.raises(UserError, match=r"16 unknown: model\.encoder\.layers\.1"):
         marian.read_folder(tmp_path)
+
+
+def test_pickled_weights_are_refused_with_what_to_do(exported: Path, tmp_path: Path) -> None:
+    for file in exported.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    message = (
+        r"pickle \(pytorch_model\.bin\).*environment of its own.*MarianMTModel\.from_pretrained.*copy the other files"
+    )
+    with pytest.raises(UserError, match=message):
+        marian.read_folder(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def opus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of OPUS-MT's form, by the classes that write those: half precision, a bias, two models and one list of
+    pieces with tags of languages; and in config.json what versions of their time wrote."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("opus")
+    with gzip.open(PAIRS, "rt", encoding="utf-8") as file:
+        lines = [line.rstrip("\n").split("\t")[:2] for line in itertools.islice(file, 300)]
+    listed = ["</s>", "<unk>"]
+    for name, texts in (("source", [a for a, _ in lines]), ("target", [b for _, b in lines])):
+        written = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts), model_writer=written, vocab_size=200, model_type="unigram",
+            character_coverage=0.98, num_threads=1, minloglevel=2,
+        )  # fmt: skip
+        (folder / f"{name}.spm").write_bytes(written.getvalue())
+        made = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+        assert [made.id_to_piece(i) for i in range(3)] == ["<unk>", "<s>", "</s>"]
+        # Some are in neither's list, as where Marian counted them too seldom.
+        listed += [made.id_to_piece(i) for i in range(3, made.vocab_size() - 5)]
+    names = [*dict.fromkeys(listed), ">>deu<<", ">>nds_x<<", "<pad>"]
+    (folder / "vocab.json").write_text(json.dumps({piece: i for i, piece in enumerate(names)}))
+    files = {"source_spm": "source.spm", "target_spm": "target.spm", "vocab": "vocab.json"}
+    tokenizer = transformers.MarianTokenizer(**{k: str(folder / v) for k, v in files.items()})
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    pad = len(names) - 1
+    peer = transformers.MarianMTModel(
+        transformers.MarianConfig(
+            vocab_size=len(names), d_model=16, encoder_layers=2, decoder_layers=1, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, activation_function="swish",
+            init_std=0.3, max_position_embeddings=64, scale_embedding=True, pad_token_id=pad,
+            decoder_start_token_id=pad,
+        )
+    )  # fmt: skip
+    peer.final_logits_bias[0, :-1] = torch.randn(pad)
+    peer.half().save_pretrained(folder)
+    old = {"normalize_before": False, "normalize_embedding": False, "static_position_embeddings": True,
+           "add_bias_logits": False, "add_final_layer_norm": False, "extra_pos_embeddings": pad, "num_beams": 6,
+           "bad_words_ids": [[pad]], "bos_token_id": 0, "forced_eos_token_id": 0, "id2label": {"0": "LABEL_0"},
+           "transformers_version": "4.22.0.dev0"}  # fmt: skip
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | old))
+    return folder
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses")
+def test_a_folder_of_opus_s_form_gives_the_ids_and_logits_of_transformers(opus: Path, tmp_path: Path) -> None:
+    import sentencepiece
+    import torch
+    import transformers
+
+    run = loading.load(marian.import_folder(opus, tmp_path / "run"))
+    c = run.config
+    assert (c.hidden_act, c.output_bias, c.embeddings, c.num_hidden_layers) == ("swish", True, "shared", 2)
+    assert not run.vocabularies.joint and run.vocabularies.shared_ids
+    tokenizer = transformers.MarianTokenizer.from_pretrained(opus)
+    source = sentencepiece.SentencePieceProcessor(model_file=str(opus / "source.spm"))
+    names = run.vocabularies.source.vocab
+    other = next(p for p in names if p.isalpha() and source.piece_to_id(p) == source.unk_id())
+    texts = [*TEXTS, "The house is green.", f"The gr{other}n house", f"{other} {other}{other}",
+             "Größe, “naïve” – 1 234 €", ">>deu<< The house is green.", ">>nds_x<< Hello"]  # fmt: skip
+    for text in texts:
+        assert run.vocabularies.source.encode(text) == tokenizer(text)["input_ids"][:-1], text
+        ids = tokenizer(text_target=text)["input_ids"][:-1]
+        assert run.vocabularies.target.encode(text) == ids, text
+        if 1 not in ids and ">>" not in text:
+            assert run.vocabularies.target.decode(ids) == tokenizer.decode(ids), text
+    assert run.vocabularies.source.encode(f"e {other}").count(1) == 0, "a piece of the other model is no <unk>"
+    assert run.vocabularies.source.encode(">>deu<< e")[0] == len(tokenizer) - 3
+
+    peer = transformers.MarianMTModel.from_pretrained(opus, dtype=torch.float32).eval()
+    batch = marian.probe_batch(c)
+    long = {k: torch.tensor(v).long() for k, v in batch.items()}
+    with torch.no_grad():
+        logits = peer(
+            input_ids=long["input_ids"],
+            attention_mask=long["sequence_ids"],
+            decoder_input_ids=long["decoder_input_ids"],
+        ).logits.numpy()
+    scored = batch["decoder_sequence_ids"] > 0
+    ours = marian.probe_logits(run.params, c)
+    np.testing.assert_allclose(logits[scored][:, :-1], ours[scored], rtol=1e-4, atol=1e-4)
+
+    lines = [text for text in texts if text]
+    settings = DecodeSettings(beam_size=1, max_length=12, max_extra=12)
+    translations = translate(c, run.params, run.vocabularies, lines, TranslateSettings(settings))
+    found = [list(t.hypotheses[0].ids) for t in translations]
+    for text, ids in zip(lines, found, strict=True):
+        out = peer.generate(
+            **tokenizer(text, return_tensors="pt"), num_beams=1, max_new_tokens=12,
+            bad_words_ids=[[len(tokenizer) - 1]], forced_eos_token_id=None,
+        )[0, 1:].tolist()  # fmt: skip
+        assert ids == [i for i in out if i != 0]
+    assert len(set(map(tuple, found))) > 1
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses")
+def test_a_folder_of_opus_s_form_comes_out_with_the_same_tensors(opus: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ctranslate2")
+    run = marian.import_folder(opus, tmp_path / "run")
+    out = marian.export_checkpoint(run, tmp_path / "out", say=lambda line: None)
+    before, after = (load_file(folder / "model.safetensors") for folder in (opus, out))
+    assert after["final_logits_bias"][0, -1] == -1e9 and before["final_logits_bias"][0, -1] == 0
+    after["final_logits_bias"][0, -1] = 0
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert value.dtype == np.float16 and after[name].dtype == np.float32
+        np.testing.assert_array_equal(after[name], value.astype(np.float32), err_msg=name)
+    for name in ("source.spm", "target.spm"):
+        assert (out / name).read_bytes() == (opus / name).read_bytes()
+    assert json.loads((out / "vocab.json").read_text()) == json.loads((opus / "vocab.json").read_text())
+    again = marian.export_checkpoint(
+        marian.import_folder(out, tmp_path / "second"), tmp_path / "again", say=lambda line: None
+    )
+    for file in out.iterdir():
+        assert (again / file.name).read_bytes() == file.read_bytes(), file.name
+    ctranslate2.export_checkpoint(run, tmp_path / "ct2", say=lambda line: None)
 
 
 @pytest.mark.torch

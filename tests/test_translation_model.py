@@ -85,6 +85,8 @@ def test_tables_are_counted_apart_where_they_are_apart() -> None:
     assert untied["total"] - separate["total"] == 1200 * 32
     pre = model.count_parameters(dataclasses.replace(CONFIG, norm="pre"))
     assert pre["total"] - model.count_parameters(CONFIG)["total"] == 2 * 2 * 32, "a last norm for each stack"
+    biased = model.count_parameters(dataclasses.replace(CONFIG, output_bias=True))
+    assert biased["output"] == biased["total"] - model.count_parameters(CONFIG)["total"] == VOCAB
 
 
 @pytest.mark.parametrize("name", TABLE_3)
@@ -198,27 +200,35 @@ def test_padding_length_and_padding_ids_change_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_pad_and_padding_rows_are_never_predicted_get_no_gradient_and_start_the_decoder_with_zero() -> None:
+@pytest.mark.parametrize("output_bias", [False, True])
+def test_pad_and_padding_rows_are_never_predicted_get_no_gradient_and_start_the_decoder_with_zero(
+    output_bias: bool,
+) -> None:
     """C008: whatever those rows hold."""
-    assert CONFIG.padded_target_vocab_size == 128
-    params = jax.tree.map(np.array, initial(CONFIG))
+    config = dataclasses.replace(CONFIG, output_bias=output_bias)
+    assert config.padded_target_vocab_size == 128
+    params = jax.tree.map(np.array, initial(config))
     table = params["embeddings"]["target"]["embedding"]
     assert not table[PAD:].any() and table[:PAD].all(), "born zero"
     batch = padded([(6, 3), (9, 5)])
-    before = run(batch, params)
+    before = run(batch, params, config)
     table[PAD:] = 5.0
-    after = run(batch, params)
+    if output_bias:
+        params["output"]["bias"][PAD:] = 5.0
+    after = run(batch, params, config)
     assert after.argmax(-1).max() < PAD
     assert (jax.nn.softmax(after, -1)[..., PAD:] == 0).all()
     np.testing.assert_array_equal(after[..., :PAD], before[..., :PAD])
 
     def loss(params: Any) -> jax.Array:
-        logits: Any = model.Transformer(CONFIG).apply({"params": params}, *(batch[name] for name in INPUTS))
+        logits: Any = model.Transformer(config).apply({"params": params}, *(batch[name] for name in INPUTS))
         return (jax.nn.log_softmax(logits)[..., :PAD] ** 2).mean()
 
     gradients = jax.jit(jax.grad(loss), compiler_options=QUICK)(params)
-    gradient = np.asarray(gradients["embeddings"]["target"]["embedding"])
-    assert not gradient[PAD:].any() and gradient[:PAD].any()
+    trained = [gradients["embeddings"]["target"]["embedding"]]
+    trained += [gradients["output"]["bias"]] if output_bias else []
+    for gradient in map(np.asarray, trained):
+        assert not gradient[PAD:].any() and gradient[:PAD].any()
 
 
 @pytest.mark.slow
@@ -230,13 +240,16 @@ def test_pad_and_padding_rows_are_never_predicted_get_no_gradient_and_start_the_
 def test_a_decoding_step_gives_what_the_whole_pass_gives_at_each_position(changes: Any) -> None:
     """C007: two sentences of different lengths, two beams each, up to the last slot of the cache."""
     config = dataclasses.replace(CONFIG, **changes)
+    params = initial(config)
+    if config.output_bias:  # zero at first
+        params = {**params, "output": {"bias": jnp.linspace(-1.0, 1.0, config.padded_target_vocab_size)}}
     slots, source = 7, padded([(8, 6), (5, 6)])
     beams = [padded([(8, 6), (5, 6)], seed)["decoder_input_ids"] for seed in (1, 2)]
-    expected = np.stack([run({**source, "decoder_input_ids": ids}, config=config) for ids in beams], axis=1)
+    expected = np.stack([run({**source, "decoder_input_ids": ids}, params, config) for ids in beams], axis=1)
 
     _, crossed = encoded(config, source)
     assert crossed["layer_1"].key.shape == (2, 8, 4, 8), "shared by the beams"
-    weights = step.decoder_weights(config, initial(config))
+    weights = step.decoder_weights(config, params)
     decode_step = jax.jit(functools.partial(step.decode_step, config), compiler_options=QUICK)
     # What a slot holds before it is written has no influence.
     cache: Any = jax.tree.map(lambda x: x + 50.0, step.empty_cache(config, 2, 2, slots))

@@ -142,7 +142,7 @@ def test_an_echo_of_the_decoder_s_input_is_a_bad_answer() -> None:
 
 # However the batch is split: one step of the engine with dropout on.
 BATCH = padded(LENGTHS, source=12, target=12)
-DROPPED = make(attention_probs_dropout_prob=0.1, num_hidden_layers=1, num_decoder_layers=1)
+DROPPED = make(attention_probs_dropout_prob=0.1, num_hidden_layers=1, num_decoder_layers=1, output_bias=True)
 
 
 def one_step(mesh: MeshConfig, devices: int, accumulate: int = 1) -> tuple[Any, dict[str, float]]:
@@ -182,4 +182,5 @@ def test_a_step_is_the_same_on_any_mesh_and_in_any_number_of_parts(
     for name in ("sum/translation", "sum/translation_nll", "count/translation", "gradient_norm"):
         assert metrics[name] == pytest.approx(plain_step[1][name], rel=1e-5), name
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), params, plain_step[0])
-    assert not params["embeddings"]["target"]["embedding"][PAD:].any(), "the rows of <pad> and padding stay zero"
+    for trained in (params["embeddings"]["target"]["embedding"], params["output"]["bias"]):
+        assert trained[:PAD].any() and not trained[PAD:].any(), "the rows of <pad> and padding stay zero"

@@ -15,7 +15,7 @@ import tiny_run
 import tiny_translation_run as tiny
 
 from bert_jax.interop import huggingface, imports
-from transformer_jax import checkpoint, sharding
+from transformer_jax import checkpoint, optim, sharding
 from transformer_jax import config as core
 from transformer_jax.config import ConfigError, UserError
 from transformer_jax.report import read_records
@@ -24,6 +24,7 @@ from transformer_jax.translation.average import average
 from transformer_jax.translation.config import InitConfig
 from transformer_jax.translation.evaluate import evaluate, table
 from transformer_jax.translation.interop import marian
+from transformer_jax.translation.model import abstract_params
 from transformer_jax.translation.run_file import load_run
 from transformer_jax.translation.vocabularies import Vocabularies
 
@@ -190,6 +191,28 @@ def test_a_phase_starts_from_a_run(straight, tmp_path):
         evaluate(imported)
     with pytest.raises(UserError, match="is a folder in Marian's format: it has no optimizer to keep"):
         start(beside(straight, tmp_path, init=InitConfig(checkpoint=str(folder), optimizer="keep")))
+
+
+@pytest.mark.slow
+def test_a_phase_starts_from_a_folder_with_an_output_bias_and_trains_it(straight, tmp_path):
+    size = tiny.vocabularies().vocab_size
+    sizes = {"source_vocab_size": size, "target_vocab_size": size, "hidden_act": "swish", "output_bias": True}
+    model = dataclasses.replace(tiny.MODEL, **sizes)
+    rng = np.random.default_rng(0)
+    given = jax.tree.map(lambda x: rng.normal(0, 0.1, x.shape).astype(np.float32), abstract_params(model))
+    for padded in (given["embeddings"]["target"]["embedding"], given["output"]["bias"]):
+        padded[size - 1 :] = 0
+    folder = marian.export(given, model, tiny.vocabularies(), tmp_path / "opus", say=lambda line: None)
+    changes = {"init": InitConfig(checkpoint=str(folder)), "model_hidden_act": "swish", "train_steps": 4}
+    with pytest.raises(ConfigError, match=r"model\.output_bias: True there, False here"):
+        start(beside(straight, tmp_path, **changes))
+    changes["model_output_bias"] = True
+    begun, _ = start(beside(straight, tmp_path, model_vocab_multiple=10, **changes))
+    assert begun.state.params["output"]["bias"].shape == (50,)
+    assert_same(begun.state.params["output"]["bias"][:size], given["output"]["bias"][:size])
+    assert not optim.decay_mask(begun.state.params)["output"]["bias"]
+    bias = np.asarray(train.train(beside(straight, tmp_path, **changes)).state.params["output"]["bias"])
+    assert (bias != given["output"]["bias"])[: size - 1].all() and not bias[size - 1 :].any()
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,13 @@ import tiny_translation_run as tiny
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_translation import QUICK
 
-from transformer_jax import sharding
+from transformer_jax import pieces, sharding
 from transformer_jax.config import MeshConfig, UserError
 from transformer_jax.translation import batching, model, stream
 from transformer_jax.translation import translate as translating
 from transformer_jax.translation.decode import DecodeSettings
 from transformer_jax.translation.translate import TranslateSettings, Translation, Translator, at_hand, translate
+from transformer_jax.translation.vocabularies import Vocabularies
 
 VOCABULARIES = tiny.vocabularies()
 CONFIG = dataclasses.replace(
@@ -102,6 +103,18 @@ def test_a_long_line_is_split_and_put_together() -> None:
     assert ids == VOCABULARIES.source.encode(long)
     parts = run([VOCABULARIES.source.decode(part) for part in found.pieces])
     assert found.text == " ".join(t.text for t in parts if t.text)
+
+
+def test_a_tag_at_the_start_of_a_long_line_stands_before_each_of_its_parts() -> None:
+    """As models for several languages need it."""
+    words = [a for a, _ in tiny.pairs(60, 0)]
+    both = pieces.train(words, vocab_size=CONFIG.source_vocab_size, user_symbols=["<2de>"])
+    translator = Translator(CONFIG, params(), Vocabularies(both, both), TranslateSettings(SHORT, 4, 16))
+    parts, notes = translator.sentences(f"<2de> {text(5, 30)}")
+    assert len(parts) > 2 and all(len(part) <= 16 and part[0] == 2 and part[-1] == 0 for part in parts) and notes
+    assert [i for part in parts for i in part[1:-1]] == both.encode(text(5, 30))
+    parts, _ = translator.sentences("<2de>" * 40)
+    assert [i for part in parts for i in part[:-1]] == [2] * 40
 
 
 def test_splits_come_after_sentences_then_before_words() -> None:

@@ -196,7 +196,7 @@ def relu(x: jax.Array) -> jax.Array:
 
 
 def swish(x: jax.Array) -> jax.Array:
-    """x times its logistic function (Ramachandran et al. 2017), also called SiLU; the name is that of Marian's files."""
+    """x times its logistic function (Ramachandran et al. 2017), under the name that Marian's folders have for SiLU."""
     wide = x.astype(wide_dtype(x.dtype))
     return (wide * jax.nn.sigmoid(wide)).astype(x.dtype)
 

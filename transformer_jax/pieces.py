@@ -57,6 +57,7 @@ class SentencePiece:
       model: the SentencePiece model, as in a `.spm` file.
       vocab: the pieces in order of id.
       user_symbols: tags, each one id wherever it stands in a text.
+      tag_ids: the ids of those.
       eos_id, unk_id, pad_id: 0, 1 and the last id.
     """
 
@@ -67,7 +68,8 @@ class SentencePiece:
         """
         Args:
           vocab: pieces in order of id, where they are given (Marian's vocab.json, which may hold pieces of another
-            model too: text that is no piece here, but is one of those, gets its id); otherwise `</s>`, `<unk>`, the tags, the pieces of the model in its order, `<pad>`.
+            model too: text that is no piece of this one, but of the other, has its id); otherwise `</s>`, `<unk>`, the
+            tags, the pieces of the model in its order, `<pad>`.
 
         Raises:
           UserError: not a SentencePiece model, or a vocabulary that is not in this layout.
@@ -102,7 +104,7 @@ class SentencePiece:
             if tag not in ids or tag in (EOS, UNK, PAD):
                 raise UserError(f"the tag {tag!r} is not in the vocabulary, or is one of {EOS}, {UNK} and {PAD}")
         self._tags = {tag: ids[tag] for tag in self.user_symbols}
-        self._tag_ids = frozenset(self._tags.values())
+        self.tag_ids = frozenset(self._tags.values())
         self._cut = _any_of(self.user_symbols)
         self._space_id = ids.get(SPACE, self.unk_id)
         self._cache: dict[str, tuple[int, ...]] = {"": ()}
@@ -254,7 +256,7 @@ class SentencePiece:
                 run.clear()
 
         for i in map(int, ids):
-            if i in self._tag_ids:
+            if i in self.tag_ids:
                 flush()
                 parts.append(self.vocab[i])
                 first = False

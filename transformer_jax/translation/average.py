@@ -86,9 +86,9 @@ def _newest(names: Sequence[str], last: int) -> list[str]:
 def _check_same(one: str, first: dict[str, Any], other: str, meta: dict[str, Any]) -> None:
     """Refuse two checkpoints whose parameters do not mean the same."""
     # Through the dataclass: the older of two may have been written before a setting was there.
-    models = (core.to_builtins(run_file.config_of(x).model) for x in (first, meta))
-    changed = core.differences(*models, "model.")
-    lines = [f"{k}: {a!r} and {b!r}" for k, (a, b) in changed.items() if k.startswith(run_file.FIXED)]
+    a, b = (core.to_builtins(run_file.config_of(x).model) for x in (first, meta))
+    changed = core.differences(a, b, "model.")
+    lines = [f"{k}: {x!r} and {y!r}" for k, (x, y) in changed.items() if k.startswith(run_file.FIXED)]
     if first.get("naming") != meta.get("naming"):
         lines.append(f"naming scheme: {first.get('naming')} and {meta.get('naming')}")
     if first["tokenizer_digest"] != meta["tokenizer_digest"]:

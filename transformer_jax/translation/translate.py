@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -180,7 +181,7 @@ class Translator:
                 parts = [ids[: self.room]]
                 notes.append(f"cut: it has {len(ids)} pieces, and a source at most {self.room}")
             else:
-                parts = split(ids, self.room, source.vocab)
+                parts = self._split(ids)
                 notes.append(
                     f"split into {len(parts)} parts: it has {len(ids)} pieces, and a source at most {self.room}"
                 )
@@ -189,6 +190,14 @@ class Translator:
                     notes.append(f"cut after {PARTS} parts")
         start, end = self.vocabularies.source_start, self.vocabularies.source_end
         return [[*start, *part, *end] for part in parts], notes
+
+    def _split(self, ids: Sequence[int]) -> list[list[int]]:
+        """A line in parts. The tags that it begins with are about all of it (say its language), so each part has them."""
+        source = self.vocabularies.source
+        tags = frozenset() if isinstance(source, WordPiece) else source.tag_ids
+        first = list(itertools.takewhile(tags.__contains__, ids))
+        first = first if len(first) < self.room else []
+        return [[*first, *part] for part in split(ids[len(first) :], self.room - len(first), source.vocab)]
 
 
 def split(ids: Sequence[int], most: int, vocab: Sequence[str]) -> list[list[int]]:

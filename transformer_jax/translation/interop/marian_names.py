@@ -135,7 +135,12 @@ def from_marian(tensors: Mapping[str, np.ndarray], config: TransformerConfig) ->
         if repeat is not None and not np.array_equal(repeat, found.setdefault(holder, repeat)):
             raise UserError(f"{name} differs from {holder}, which the configuration says it shares")
     for entry in table:
-        if entry.path[0] == "embeddings" and entry.path[1] != "output" and entry.name in found and np.any(found[entry.name][-1]):
+        if (
+            entry.path[0] == "embeddings"
+            and entry.path[1] != "output"
+            and entry.name in found
+            and np.any(found[entry.name][-1])
+        ):
             raise UserError(f"{entry.name}: the last row, that of <pad>, is not zero, so the decoder would not start "
                             "from a zero vector")  # fmt: skip
     return published_names.adopt(found, table, MODEL)
