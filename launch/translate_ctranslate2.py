@@ -21,6 +21,7 @@ import sentencepiece
 LINES_AT_ONCE = 1024
 BATCH_SIZE = 64
 MOST_PIECES = 1024
+SPACE = "\u2581"
 VOCABULARIES = ("shared_vocabulary.json", "source_vocabulary.json")
 
 
@@ -54,7 +55,10 @@ def main() -> None:
         except RuntimeError as e:  # a model with fewer positions than lines have pieces
             raise SystemExit(f"error: lines {chunk[0][0]} to {chunk[-1][0]}: {e}") from None
         for result in results:
-            print(target.decode(result.hypotheses[0]).replace("\n", " "), flush=True)
+            text = target.decode(result.hypotheses[0])
+            if SPACE in text:  # a piece that only the source's model has comes back as it is
+                text = text.removeprefix(SPACE).replace(SPACE, " ")
+            print(text.replace("\n", " "), flush=True)
 
 
 if __name__ == "__main__":

@@ -313,6 +313,11 @@ def test_a_folder_of_opus_s_form_gives_the_ids_and_logits_of_transformers(opus: 
     assert run.vocabularies.source.encode(f"e {other}").count(1) == 0, "a piece of the other model is no <unk>"
     assert run.vocabularies.source.encode(">>deu<< e")[0] == len(tokenizer) - 3
 
+    rng = np.random.default_rng(0)
+    for _ in range(50):  # pieces of both models, beside each other
+        ids = rng.integers(2, len(tokenizer) - 3, rng.integers(1, 9)).tolist()
+        assert run.vocabularies.target.decode(ids).strip() == tokenizer.decode(ids), [names[i] for i in ids]
+
     peer = transformers.MarianMTModel.from_pretrained(opus, dtype=torch.float32).eval()
     batch = marian.probe_batch(c)
     long = {k: torch.tensor(v).long() for k, v in batch.items()}

@@ -252,7 +252,10 @@ class SentencePiece:
 
         def flush() -> None:
             if run:
-                parts.append((self._whole if first else self._inner).decode(run))
+                text = (self._whole if first else self._inner).decode(run)
+                if SPACE in text:  # a piece that only the other model has comes back as it is
+                    text = (text.removeprefix(SPACE) if first else text).replace(SPACE, " ")
+                parts.append(text)
                 run.clear()
 
         for i in map(int, ids):

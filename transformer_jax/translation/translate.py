@@ -192,7 +192,7 @@ class Translator:
         return [[*start, *part, *end] for part in parts], notes
 
     def _split(self, ids: Sequence[int]) -> list[list[int]]:
-        """A line in parts. The tags that it begins with are about all of it (say its language), so each part has them."""
+        """A line in parts. Tags at its start are about all of it (they may name a language), so each part has them."""
         source = self.vocabularies.source
         tags = frozenset() if isinstance(source, WordPiece) else source.tag_ids
         first = list(itertools.takewhile(tags.__contains__, ids))
