@@ -414,9 +414,11 @@ def test_an_average_of_different_models_is_refused(straight, tmp_path):
     step, params, _, meta = checkpoint.read_params(straight[0] / "run")
     del step
     config = meta["config"]
+    before = {k: v for k, v in config["model"].items() if k != "output_bias"}  # which came later
     others = {
         "other_norm": meta | {"config": config | {"model": config["model"] | {"norm": "pre"}}},
         "other_words": meta | {"tokenizer_digest": "0"},
+        "older": meta | {"config": config | {"model": before}},
     }
     for name, stored in others.items():
         checkpoints = checkpoint.Checkpoints(tmp_path / name / "checkpoints", core.CheckpointConfig())
@@ -426,6 +428,7 @@ def test_an_average_of_different_models_is_refused(straight, tmp_path):
         with pytest.raises(UserError, match=rf"different models, so their mean is none:\n  {message}"):
             average([str(straight[0] / "run"), str(tmp_path / name)], tmp_path / "mean")
     assert not (tmp_path / "mean").exists()
+    average([str(straight[0] / "run"), str(tmp_path / "older")], tmp_path / "mean")
 
 
 @pytest.mark.parametrize(
