@@ -1,7 +1,8 @@
 """The steps whose compiled figures are kept in golden/plan.json, and how they are compared.
 
 Each is BERT's training step (bfloat16, AdamW, packed rows of 128, 64 rows a device, ZeRO-1) with one or two unrolled
-layers, in the widths of base and large, on two pods. Figures of deeper models are about linear in the layers.
+layers, in the widths of base and large, on two pods. Figures of deeper models are about linear in the layers, as those
+of FULL_SIZE show: base and large with all of their layers, which take minutes to compile and are no part of a usual run.
 
 Compiling one takes about 100 CPU seconds, so a golden entry holds the digest of the program before compilation: where
 that is still the same, so is what the same compiler makes of it, and nothing is compiled.
@@ -25,6 +26,7 @@ ROWS = 64
 VOCABULARY = 30_522
 PODS = ("v5e-16", "v5p-16")
 CASES = [f"{size}-{layers}-{pod}" for pod in PODS for size in ("base", "large") for layers in (1, 2)]
+FULL_SIZE = ["base-12-v5e-16", "large-24-v5e-16"]
 
 
 def config(case: str) -> tuple[PretrainConfig, topologies.Pod]:

@@ -356,6 +356,22 @@ def test_the_compiled_step_takes_no_more_memory_cycles_or_traffic_than_it_did(ca
 
 
 @needs_libtpu
+@pytest.mark.slow
+@pytest.mark.full_size
+@pytest.mark.parametrize("case", plan_cases.FULL_SIZE)
+def test_the_full_size_step_fits_and_is_what_one_and_two_layers_say_it_is(case):
+    """Nothing is taken from before: `pytest -m full_size` compiles both, unrolled."""
+    size, layers, name = case.split("-", 2)
+    found = plan_cases.figures(case)
+    assert found.shortage is None and found.rematerializations == ()
+    kept = plan_cases.golden()[plan_cases.versions()]
+    one, two = (kept[f"{size}-{n}-{name}"] for n in (1, 2))
+    for figure in ("cycles", "collective_bytes", "peak_bytes"):
+        linear = one[figure] + (int(layers) - 1) * (two[figure] - one[figure])
+        assert plan_cases.entry(found)[figure] == pytest.approx(linear, rel=0.15), figure
+
+
+@needs_libtpu
 def test_an_array_that_the_partitioner_makes_whole_is_seen_in_what_the_compiler_says(tmp_path):
     """So that none seen in the steps above means that there is none."""
     found = compiled_step.figures(failing_steps.makes_an_array_whole, tiny(tmp_path), pod("v5e-16"), cache=tmp_path)

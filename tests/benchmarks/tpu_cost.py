@@ -30,7 +30,7 @@ from transformer_jax import compiled_step
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs="*", choices=cases.CASES, default=cases.CASES)
+    parser.add_argument("--case", nargs="*", choices=[*cases.CASES, *cases.FULL_SIZE], default=cases.CASES)
     parser.add_argument("--write", action="store_true", help="keep the new figures")
     parser.add_argument("--accept", action="store_true", help="even where they are worse")
     options = parser.parse_args()
