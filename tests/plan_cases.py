@@ -2,7 +2,7 @@
 
 Each is BERT's training step (bfloat16, AdamW, packed rows of 128, 64 rows a device, ZeRO-1) with one or two unrolled
 layers, in the widths of base and large, on two pods. Figures of deeper models are about linear in the layers, as those
-of FULL_SIZE show: base and large with all of their layers, which take minutes to compile and are left out of usual runs.
+of FULL_SIZE show: base and large with all of their layers, which take minutes to compile and are not in a usual run.
 
 Compiling one takes about 100 CPU seconds, so a golden entry holds the digest of the program before compilation: where
 that is still the same, so is what the same compiler makes of it, and nothing is compiled.
