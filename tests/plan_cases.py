@@ -66,6 +66,7 @@ def entry(found: StepFigures) -> dict[str, Any]:
         "cycles": int(found.schedule.cycles),
         "collective_bytes": int(sum(c.bytes for c in found.schedule.collectives)),
         "rematerializations": len(found.rematerializations),
+        "permutes": int(sum(c.count for c in found.schedule.collectives if c.kind == "collective-permute")),
         "compile_cpu_s": round(found.cpu_seconds),
     }
 
@@ -78,4 +79,6 @@ def grown(new: dict[str, Any], old: dict[str, Any]) -> list[str]:
             worse.append(f"{name} {old[name]:,} -> {new[name]:,} (+{new[name] / old[name] - 1:.1%})")
     if new["rematerializations"]:
         worse.append(f"{new['rematerializations']} involuntary full rematerialisations")
+    if new["permutes"]:
+        worse.append(f"{new['permutes']} permutes, by which products are cut into loops (`sharding.gradient_rules`)")
     return worse

@@ -327,11 +327,12 @@ def test_a_search_writes_its_winner_and_prints_its_plan(tmp_path, monkeypatch, c
 
 
 def test_growth_of_more_than_five_per_cent_or_an_array_made_whole_is_told():
-    old = {"peak_bytes": 1000, "cycles": 1000, "collective_bytes": 1000, "rematerializations": 0}
+    old = {"peak_bytes": 1000, "cycles": 1000, "collective_bytes": 1000, "rematerializations": 0, "permutes": 0}
     assert plan_cases.grown(old, old) == []
     assert plan_cases.grown({**old, "cycles": 1050, "peak_bytes": 10}, old) == []
     assert "cycles 1,000 -> 1,051" in plan_cases.grown({**old, "cycles": 1051}, old)[0]
     assert "rematerialisation" in plan_cases.grown({**old, "rematerializations": 1}, old)[0]
+    assert "330 permutes" in plan_cases.grown({**old, "permutes": 330}, old)[0]
 
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")

@@ -122,8 +122,12 @@ def train_step(
     optimizer: Optimizer,
     accumulate: int,
     clip_norm: float,
+    layouts: tuple[Params, ...] = (),
 ) -> tuple[TrainState, Sums]:
     """One step: gradients of the global mean loss, clipped, applied unless one of them is not finite.
+
+    Args:
+      layouts: shardings that the gradients take, one after the other.
 
     Returns:
       The new state, and float32 scalars: `sum/...` and `count/...` of the task, `learning_rate`, `gradient_norm` before
@@ -137,6 +141,8 @@ def train_step(
         return sum_of_means(sums, counts, task.losses), sums
 
     grads, sums = gradients(loss_fn, state.params, batch, accumulate)
+    for layout in layouts:
+        grads = jax.lax.with_sharding_constraint(grads, layout)
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm)
     scale = jnp.where(norm > clip_norm, clip_norm / norm, 1.0) if clip_norm > 0 else jnp.ones((), norm.dtype)
@@ -203,6 +209,8 @@ class Engine:
             lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh), sharding.unbox(boxed), self.shardings
         )
         rows, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
+        rules = (sharding.gradient_rules(preset), sharding.moment_rules(preset))
+        layouts = tuple(sharding.tree_shardings(boxed.params, each, mesh) for each in rules)
 
         def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Sums]:
             with jax.default_matmul_precision(config.matmul_precision):
@@ -214,6 +222,7 @@ class Engine:
                     optimizer=optimizer,
                     accumulate=config.accumulate,
                     clip_norm=clip_norm,
+                    layouts=layouts,
                 )
 
         def evaluate(params: Params, batch: Batch) -> Sums:
