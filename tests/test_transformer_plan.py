@@ -360,7 +360,7 @@ def test_the_compiled_step_takes_no_more_memory_cycles_or_traffic_than_it_did(ca
 @pytest.mark.slow
 @pytest.mark.full_size
 @pytest.mark.parametrize("case", plan_cases.FULL_SIZE)
-def test_the_full_size_step_fits_and_sends_what_one_and_two_layers_say(case):
+def test_the_full_size_step_fits_and_costs_what_one_and_two_layers_say(case):
     """Nothing is taken from before: `pytest -m full_size` compiles both, unrolled."""
     size, layers, name = case.split("-", 2)
     found = plan_cases.figures(case)
@@ -373,8 +373,7 @@ def test_the_full_size_step_fits_and_sends_what_one_and_two_layers_say(case):
         return new[figure] / (one[figure] + (int(layers) - 1) * (two[figure] - one[figure]))
 
     assert share("collective_bytes") == pytest.approx(1, rel=1e-3)
-    # The schedule of a deep program is its own: of BERT-large it takes 1.18 times the cycles and 1.40 times the memory.
-    assert share("cycles") < 1.25 and share("peak_bytes") < 1.5
+    assert share("cycles") == pytest.approx(1, rel=0.05) and share("peak_bytes") == pytest.approx(1, rel=0.15)
 
 
 @needs_libtpu

@@ -34,6 +34,9 @@ class ConfigError(UserError, ValueError):
 
 Context = Literal["both", "left", "right"]
 """What a position may attend to: its whole sequence, or itself and what stands before it, or after it."""
+UNROLLED = 24
+"""Layers of the deepest model that `layers = "auto"` unrolls. A loop compiles in half the time, but a TPU then copies
+what each layer keeps for the backward pass: BERT-large takes 1.6 times the cycles and twice the memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +55,7 @@ class EncoderConfig:
     initializer_range: float = 0.02
     """Standard deviation of the truncated normal."""
     layers: Literal["auto", "unrolled", "scanned"] = "auto"
-    """auto unrolls up to 12 layers. The parameters and the numbers are the same either way."""
+    """auto unrolls up to 24 layers (`UNROLLED`). The parameters and the numbers are the same either way."""
     remat: Literal["none", "full", "dots", "names"] = "none"
     """What the backward pass computes again: nothing, each layer, all but matrix products, all but named tensors."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
@@ -83,7 +86,7 @@ class EncoderConfig:
 
     @property
     def scanned(self) -> bool:
-        return self.layers == "scanned" or (self.layers == "auto" and self.num_hidden_layers > 12)
+        return self.layers == "scanned" or (self.layers == "auto" and self.num_hidden_layers > UNROLLED)
 
     @property
     def context(self) -> Context:

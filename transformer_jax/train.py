@@ -127,7 +127,7 @@ def train_step(
     """One step: gradients of the global mean loss, clipped, applied unless one of them is not finite.
 
     Args:
-      layouts: shardings that the gradients take, one after the other.
+      layouts: see `gradients`.
 
     Returns:
       The new state, and float32 scalars: `sum/...` and `count/...` of the task, `learning_rate`, `gradient_norm` before
@@ -140,9 +140,7 @@ def train_step(
         sums, _ = task.loss_fn(params, part, dropout_key)
         return sum_of_means(sums, counts, task.losses), sums
 
-    grads, sums = gradients(loss_fn, state.params, batch, accumulate)
-    for layout in layouts:
-        grads = jax.lax.with_sharding_constraint(grads, layout)
+    grads, sums = gradients(loss_fn, state.params, batch, accumulate, layouts)
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm)
     scale = jnp.where(norm > clip_norm, clip_norm / norm, 1.0) if clip_norm > 0 else jnp.ones((), norm.dtype)
@@ -168,14 +166,27 @@ def train_step(
 
 
 def gradients(
-    loss_fn: Callable[[Params, Batch], tuple[jax.Array, Sums]], params: Params, batch: Batch, parts: int
+    loss_fn: Callable[[Params, Batch], tuple[jax.Array, Sums]],
+    params: Params,
+    batch: Batch,
+    parts: int,
+    layouts: tuple[Params, ...] = (),
 ) -> tuple[Params, Sums]:
     """Gradients and sums over the batch, taken in `parts` equal parts of which only one is in memory at a time.
 
     Part j holds rows j, j + parts, ...: each device's rows stay on that device. Rows carry their index in the global
     batch, so dropout does not depend on the cut.
+
+    Args:
+      layouts: shardings that the gradients of a part take, one after the other; in the last one they are added up.
     """
-    grad_fn = jax.grad(loss_fn, has_aux=True)
+
+    def grad_fn(params: Params, part: Batch) -> tuple[Params, Sums]:
+        grads, sums = jax.grad(loss_fn, has_aux=True)(params, part)
+        for layout in layouts:
+            grads = jax.lax.with_sharding_constraint(grads, layout)
+        return grads, sums
+
     if parts == 1:
         return grad_fn(params, batch)
     split = jax.tree.map(lambda x: x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1), batch)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from transformer_jax.config import (
+    UNROLLED,
     CheckpointConfig,
     ConfigError,
     EncoderConfig,
@@ -106,7 +107,7 @@ class TransformerConfig(EncoderConfig):
 
     @property
     def decoder_scanned(self) -> bool:
-        return self.layers == "scanned" or (self.layers == "auto" and self.num_decoder_layers > 12)
+        return self.layers == "scanned" or (self.layers == "auto" and self.num_decoder_layers > UNROLLED)
 
 
 @dataclasses.dataclass(frozen=True)
