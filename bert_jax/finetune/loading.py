@@ -93,21 +93,12 @@ def best_of(run: str | Path) -> str:
     """The checkpoint that a fine-tuned run stands for: RUN@best of its best training, or `run` where it names a step.
 
     A run whose steps have no figure, for want of a dev file, stands for its newest step.
-
-    Raises:
-      UserError: several trainings of which not all have ended, so that none is the best yet.
     """
     folder = storage.path(run)
     if not folder.is_dir() or (folder / "state").is_dir():
         return str(run)
     if not (folder / "checkpoints").is_dir():
         if not (folder / RESULTS).is_file():
-            begun = sorted(path.parent.name for path in folder.glob("*/checkpoints"))
-            if begun:
-                raise UserError(
-                    f"{run}: the trainings below it have not all ended, so none is the best yet; the same `finetune` "
-                    f"command goes on, or name one of them: {', '.join(str(folder / name) for name in begun)}"
-                )
             return str(run)
         best = json.loads((folder / RESULTS).read_text(encoding="utf-8"))["best"]
         folder = folder / best["folder"]
@@ -135,9 +126,8 @@ def unfinished(run: str | Path, meta: Mapping[str, Any]) -> str:
 
 def is_finetuned(checkpoint: str | Path) -> bool:
     """Whether a run folder or RUN@STEP is one of `finetune`; False for what is no run at all."""
-    name = best_of(checkpoint)
     try:
-        steps = checkpoints.locate(name)[0]
+        steps = checkpoints.locate(best_of(checkpoint))[0]
         settings = core.read_toml((steps.parent if steps.name == "checkpoints" else steps) / "config.toml")
     except UserError:
         return False
