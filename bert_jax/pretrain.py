@@ -20,6 +20,7 @@ from bert_jax.task import PretrainingTask
 from transformer_jax import config as core
 from transformer_jax import corpora, optim, run, sharding
 from transformer_jax.config import ConfigError, UserError
+from transformer_jax.engine import Engine
 from transformer_jax.goodput import Clock
 from transformer_jax.prepare import asked_otherwise
 from transformer_jax.profiles import Steps
@@ -27,7 +28,7 @@ from transformer_jax.run import Start
 from transformer_jax.run_file import write_config
 from transformer_jax.shards import Shards
 from transformer_jax.signals import StopSignal
-from transformer_jax.train import Engine, RunResult
+from transformer_jax.train import RunResult
 
 NAMING = 1
 """Version of the parameters' naming scheme (docs/parameters.md); it is stored with every checkpoint."""

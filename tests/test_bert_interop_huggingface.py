@@ -18,7 +18,7 @@ from bert_jax.interop import huggingface, imports
 from bert_jax.interop.probe import probe_batch
 from bert_jax.task import PretrainingTask
 from transformer_jax import config as config_module
-from transformer_jax import optim, train
+from transformer_jax import engine, optim
 from transformer_jax.config import OptimizerConfig, UserError
 from transformer_jax.tokenizer import WordPiece
 
@@ -445,11 +445,11 @@ def trained(config, params, batch, count, next_sentence, **settings):
     task = PretrainingTask(config, batch["input_ids"].shape[1], next_sentence)
     optimizer = optim.make(OptimizerConfig(schedule="constant", **settings), count)
     step = jax.jit(
-        functools.partial(train.train_step, task=task, optimizer=optimizer, accumulate=1, clip_norm=1.0),
+        functools.partial(engine.train_step, task=task, optimizer=optimizer, accumulate=1, clip_norm=1.0),
     )
     zero = jnp.zeros((), jnp.int32)
     params = jax.tree.map(jnp.asarray, params)
-    state = train.TrainState(zero, params, optimizer.init(params), zero, zero)
+    state = engine.TrainState(zero, params, optimizer.init(params), zero, zero)
     for _ in range(count):
         state, _ = step(state, batch, jax.random.key(0))
     return jax.tree.map(np.asarray, state.params)

@@ -11,7 +11,7 @@ import tiny_run
 from bert_jax import model
 from bert_jax.data import EvaluationData
 from bert_jax.task import PretrainingTask
-from transformer_jax import sharding, train
+from transformer_jax import losses, sharding
 from transformer_jax.shards import Shards
 
 MODEL = dataclasses.replace(tiny_run.MODEL, vocab_size=len(tiny_run.VOCAB))
@@ -41,7 +41,7 @@ def loss(task):
 
     def value(params, batch):
         sums, counts = task.loss_fn(params, batch, None)
-        return train.sum_of_means(sums, counts, task.losses), (sums, counts)
+        return losses.sum_of_means(sums, counts, task.losses), (sums, counts)
 
     compiled = jax.jit(jax.value_and_grad(value, has_aux=True))
 

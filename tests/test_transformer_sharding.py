@@ -7,7 +7,8 @@ from jax.sharding import PartitionSpec as P
 
 from bert_jax.config import BertConfig
 from bert_jax.task import PretrainingTask
-from transformer_jax import optim, sharding, train
+from transformer_jax import engine as engines
+from transformer_jax import optim, sharding
 from transformer_jax.config import ConfigError, MeshConfig, OptimizerConfig, TrainConfig
 
 MODEL = BertConfig(
@@ -107,7 +108,9 @@ MOMENTS = {
 
 def engine(preset, mesh_, batch_size=8):
     task = PretrainingTask(MODEL, 32)
-    return train.Engine(task, optim.make(OptimizerConfig(), 10), TrainConfig(batch_size=batch_size), mesh_, preset, 1.0)
+    return engines.Engine(
+        task, optim.make(OptimizerConfig(), 10), TrainConfig(batch_size=batch_size), mesh_, preset, 1.0
+    )
 
 
 def by_name(tree):

@@ -12,11 +12,11 @@ import bert_jax.data
 import transformer_jax.translation.data
 from transformer_jax import checkpoint, optim, run, sharding, start_up
 from transformer_jax.config import CheckpointConfig
+from transformer_jax.engine import Engine
 from transformer_jax.epochs import Epochs
 from transformer_jax.goodput import Clock
 from transformer_jax.shards import Shards
 from transformer_jax.start_up import StartUp
-from transformer_jax.train import Engine
 
 BATCH = 4
 

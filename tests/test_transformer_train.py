@@ -15,13 +15,13 @@ import tiny_run
 from tiny_run import Run
 
 from bert_jax.task import PretrainingTask
-from transformer_jax import optim, sharding, train
+from transformer_jax import losses, optim, sharding, train
 from transformer_jax.checkpoint import Checkpoints
 from transformer_jax.checkpoint import steps as complete_steps
 from transformer_jax.config import CheckpointConfig, ConfigError, MeshConfig, OptimizerConfig, TrainConfig, UserError
+from transformer_jax.engine import Engine, TrainState, gradients, train_step
 from transformer_jax.optim import Optimizer
 from transformer_jax.report import Reporter, read_records
-from transformer_jax.train import Engine, TrainState
 
 
 class Toy:
@@ -143,13 +143,13 @@ def assert_same(a, b):
 
 def test_the_loss_is_one_sum_over_one_count():
     sums, counts = {"mlm": jnp.float32(6), "nsp": jnp.float32(1)}, {"mlm": jnp.float32(4), "nsp": jnp.float32(2)}
-    assert float(train.sum_of_means(sums, counts, ("mlm", "nsp"))) == 2.0
+    assert float(losses.sum_of_means(sums, counts, ("mlm", "nsp"))) == 2.0
 
 
 def test_a_term_that_counts_nothing_is_zero():
     """C051: no NaN from an empty batch, in the loss or in its gradient."""
     zero = jnp.float32(0)
-    value, grad = jax.value_and_grad(lambda s: train.sum_of_means({"mlm": s}, {"mlm": zero}, ("mlm",)))(zero)
+    value, grad = jax.value_and_grad(lambda s: losses.sum_of_means({"mlm": s}, {"mlm": zero}, ("mlm",)))(zero)
     assert float(value) == 0.0 and np.isfinite(float(grad))
 
 
@@ -168,7 +168,7 @@ def test_gradients_are_clipped_by_their_global_norm(clip, expected):
     params = {"a": jnp.float32(3), "b": jnp.float32(4)}
     state = TrainState(zero, params, optimizer.init(params), zero, zero)
     batch = {"weight": jnp.ones((1,))}
-    new, metrics = train.train_step(
+    new, metrics = train_step(
         state, batch, jax.random.key(0), task=Linear(), optimizer=optimizer, accumulate=1, clip_norm=clip
     )
     assert float(metrics["gradient_norm"]) == pytest.approx(10.0)
@@ -177,7 +177,7 @@ def test_gradients_are_clipped_by_their_global_norm(clip, expected):
 
 def test_means_divide_each_sum_by_its_own_count():
     totals = {"sum/mlm": 8.0, "sum/mlm_accuracy": 1.0, "count/mlm": 4.0, "sum/nsp": 3.0, "count/nsp": 0.0, "rate": 5.0}
-    assert train.means(totals, ("mlm", "nsp")) == {
+    assert losses.means(totals, ("mlm", "nsp")) == {
         "loss": 5.0,
         "mlm_loss": 2.0,
         "mlm_accuracy": 0.25,
@@ -292,16 +292,16 @@ def test_gradients_do_not_depend_on_how_uneven_rows_are_split():
     task = PretrainingTask(dataclasses.replace(tiny_run.MODEL, vocab_size=61), 32)
     params = sharding.unbox(task.init(jax.random.key(0)))
 
-    def gradients(params, batch, parts):
+    def split(params, batch, parts):
         counts = task.counts(batch)
 
         def loss_fn(params, part):
             sums, _ = task.loss_fn(params, part, None)
-            return train.sum_of_means(sums, counts, task.losses), sums
+            return losses.sum_of_means(sums, counts, task.losses), sums
 
-        return train.gradients(loss_fn, params, batch, parts)[0]
+        return gradients(loss_fn, params, batch, parts)[0]
 
-    compiled = jax.jit(gradients, static_argnums=2)
+    compiled = jax.jit(split, static_argnums=2)
     whole = compiled(params, batch, 1)
     in_parts = compiled(params, batch, 4)
     on_devices = compiled(params, sharding.put_batch(batch, sharding.make_mesh(MeshConfig())), 1)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from tiny_translation import CONFIG, PAD, QUICK, padded, pairs, rows
 
-from transformer_jax import optim, sharding, train
+from transformer_jax import losses, optim, sharding
 from transformer_jax.config import MeshConfig, TrainConfig
+from transformer_jax.engine import Engine
 from transformer_jax.translation import model
 from transformer_jax.translation.config import BatchesConfig, ObjectiveConfig, TranslationOptimizerConfig
 from transformer_jax.translation.task import INPUTS, TranslationTask
@@ -33,7 +34,7 @@ PARAMS = sharding.unbox(jax.jit(TASK.init, compiler_options=QUICK)(jax.random.ke
 def loss_of(task: TranslationTask) -> Any:
     def value(params: Any, batch: Any, key: Any = None) -> Any:
         sums, counts = task.loss_fn(params, batch, key)
-        return train.sum_of_means(sums, counts, task.losses), (sums, counts)
+        return losses.sum_of_means(sums, counts, task.losses), (sums, counts)
 
     return jax.jit(jax.value_and_grad(value, has_aux=True), compiler_options=QUICK)
 
@@ -63,7 +64,7 @@ def test_the_sums_are_those_of_the_logits_and_the_formula_of_label_smoothing() -
     found = [sums[k] for k in ("translation", "translation_nll", "translation_accuracy")]
     assert found == pytest.approx([smoothed, plain, right], rel=1e-5)
     assert total == pytest.approx(smoothed / counts["translation"], rel=1e-5)
-    assert train.means({f"sum/{k}": v for k, v in sums.items()} | {"count/translation": 1.0}, TASK.losses)[
+    assert losses.means({f"sum/{k}": v for k, v in sums.items()} | {"count/translation": 1.0}, TASK.losses)[
         "translation_loss"
     ] == pytest.approx(smoothed, rel=1e-5)
 
@@ -152,7 +153,7 @@ def one_step(mesh: MeshConfig, devices: int, accumulate: int = 1) -> tuple[Any, 
     optimizer = optim.make(settings, 10, CONFIG.hidden_size)
     config = TrainConfig(batch_size=8, accumulate=accumulate, steps=10, matmul_precision="highest")
     grid = sharding.make_mesh(mesh, jax.devices()[:devices])
-    engine = train.Engine(DROPPED, optimizer, config, grid, mesh.preset, 1.0)
+    engine = Engine(DROPPED, optimizer, config, grid, mesh.preset, 1.0)
     with jax.set_mesh(grid):
         arguments = (engine.init(), engine.put(BATCH), engine.dropout_key)
         state, metrics = engine.train_step.lower(*arguments).compile(QUICK)(*arguments)

@@ -143,7 +143,7 @@ class Regression:
 def train(settings, stop, clock, what="", number=0, note=lambda *_: None, profile=None):
     """One process's part of a run. With `what` this process does something to itself at step `number`."""
     from transformer_jax import checkpoint, optim, run, run_file, sharding
-    from transformer_jax.train import Engine
+    from transformer_jax.engine import Engine
 
     def do(kind, step):
         if what == kind and step == number:

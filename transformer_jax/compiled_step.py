@@ -38,7 +38,7 @@ from transformer_jax.hlo_text import Schedule, Shortage
 from transformer_jax.topologies import Pod
 
 if TYPE_CHECKING:
-    from transformer_jax.train import Engine
+    from transformer_jax.engine import Engine
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",

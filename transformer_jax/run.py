@@ -20,12 +20,13 @@ from transformer_jax import checkpoint, exit_codes, host_check, hosts, lock, mir
 from transformer_jax import config as core
 from transformer_jax.checkpoint import Checkpoints, NoCheckpointError
 from transformer_jax.config import ConfigError, UserError
+from transformer_jax.engine import Data, Engine, Evaluation, TrainState
 from transformer_jax.goodput import Clock
 from transformer_jax.profiles import Profile, Steps
 from transformer_jax.report import Reporter, read_records
 from transformer_jax.shards import Shards
 from transformer_jax.signals import StopSignal
-from transformer_jax.train import Data, Engine, Evaluation, RunResult, TrainState, Validation, train
+from transformer_jax.train import RunResult, Validation, train
 from transformer_jax.watchdog import Watchdog
 
 

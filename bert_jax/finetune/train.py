@@ -21,9 +21,10 @@ from bert_jax.heads import HeadConfig, abstract_params
 from transformer_jax import config as core
 from transformer_jax import optim, run, run_file
 from transformer_jax.config import CheckpointConfig, ConfigError, MeshConfig, OptimizerConfig, TrainConfig
+from transformer_jax.engine import Engine
 from transformer_jax.run import Start
 from transformer_jax.signals import StopSignal
-from transformer_jax.train import Engine, RunResult, Validation
+from transformer_jax.train import RunResult, Validation
 
 NAMING = 1
 """Version of the parameters' naming scheme (docs/parameters.md)."""

@@ -66,8 +66,8 @@ def main() -> None:
     from bert_jax.task import PretrainingTask
     from transformer_jax import optim, sharding
     from transformer_jax.config import MeshConfig, OptimizerConfig, TrainConfig, load
+    from transformer_jax.engine import Engine
     from transformer_jax.inputs import derive_key, one_a_row, pack
-    from transformer_jax.train import Engine
 
     found = measure.load(options.data, options.seq, options.examples)
     lengths = np.array([len(e.ids) for e in found])

@@ -60,8 +60,8 @@ def main() -> None:
 
     from transformer_jax import optim, sharding
     from transformer_jax.config import MeshConfig, OptimizerConfig, TrainConfig
+    from transformer_jax.engine import Engine
     from transformer_jax.inputs import derive_key, pack
-    from transformer_jax.train import Engine
     from transformer_jax.translation.config import BatchesConfig, ObjectiveConfig, TransformerConfig
     from transformer_jax.translation.task import TranslationTask
 

@@ -16,6 +16,7 @@ from transformer_jax import bert_encoder, optim, run, sharding, storage
 from transformer_jax import config as core
 from transformer_jax.bert_encoder import BertEncoder
 from transformer_jax.config import ConfigError, UserError
+from transformer_jax.engine import Engine
 from transformer_jax.goodput import Clock
 from transformer_jax.profiles import Steps
 from transformer_jax.run import Start
@@ -23,7 +24,7 @@ from transformer_jax.run_file import write_config
 from transformer_jax.shards import Shards
 from transformer_jax.signals import StopSignal
 from transformer_jax.tokenizer import WordPiece
-from transformer_jax.train import Engine, RunResult, Validation
+from transformer_jax.train import RunResult, Validation
 from transformer_jax.translation import data, pairs, run_file
 from transformer_jax.translation.config import TransformerConfig, TranslationConfig
 from transformer_jax.translation.interop import marian
