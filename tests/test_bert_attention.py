@@ -73,6 +73,7 @@ def test_weights_are_those_of_hugging_face(encoder, found):
     assert found.weights_LNTT.std() > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [0.05, 1.0, 3.0])
 def test_a_base_model_and_128_pieces_fit_into_a_megabyte(spread):
     """12 layers of 12 heads, from nearly even weights to sharp ones; random numbers are the hardest to pack."""

@@ -200,6 +200,7 @@ def test_padding_is_told_by_lengths_and_not_by_an_id(tmp_path: Path) -> None:
     assert (batch["input_ids"][~real] == 5).all() and (batch["input_ids"][real] != 5).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", [ExamplesConfig(max_seq_length=32), ExamplesConfig(max_seq_length=32, dupe_factor=2)]
 )

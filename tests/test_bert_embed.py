@@ -65,6 +65,7 @@ def expected(encoder) -> list[tuple[np.ndarray, np.ndarray]]:
     return found
 
 
+@pytest.mark.slow
 def test_features_are_what_the_model_computes_for_the_text_alone(encoder, expected):
     """Whatever else is in the batch, of whatever length: the same numbers, in the order of the texts."""
     found = embed(encoder, TEXTS, EmbedConfig(features="tokens", layers=(0, 1, 2), **SMALL))
@@ -98,6 +99,7 @@ def test_windows_show_every_piece_of_a_long_text(encoder):
     np.testing.assert_allclose(whole[7:], windows[1][3:], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_of_a_file_are_its_lines(run, tmp_path, monkeypatch):
     """A file and standard input give the same rows; lines that are cut are named; chunks do not show."""
     source = tmp_path / "text.txt"

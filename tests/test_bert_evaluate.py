@@ -46,6 +46,7 @@ def scores(saved):
     return evaluate(str(saved[0] / "run"))
 
 
+@pytest.mark.slow
 def test_every_example_counts_once_on_any_number_of_devices(saved, scores):
     """C001: in batches of 16 on 8 devices here, and in batches of 8 and 5 rows on one."""
     folder, run = saved
@@ -125,6 +126,7 @@ def write_text(folder):
     return str(folder / "r.toml")
 
 
+@pytest.mark.slow
 def test_the_documents_of_a_recipe_are_all_evaluated(saved, tmp_path, monkeypatch):
     """Tokenised with the checkpoint's own vocabulary; nothing is written beside the run or the recipe."""
     recipe = write_text(tmp_path)

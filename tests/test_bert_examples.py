@@ -226,6 +226,7 @@ def test_a_source_with_one_text_is_named_when_sides_come_from_the_source() -> No
     assert len(corpus.plan(ExamplesConfig())) > 0
 
 
+@pytest.mark.slow
 def test_no_true_next_sentence_is_ever_labelled_random() -> None:
     """C018: over 1,000 seeds, in a corpus where documents share their sentences."""
     hello, sawyer, how = [11, 12], [13, 14], [15, 16, 17]

@@ -421,6 +421,7 @@ def test_parquet_numbers_become_the_names_that_the_file_carries(tmp_path: Path) 
         records.read(task(tmp_path), write(tmp_path / "cut.parquet", (tmp_path / "x.parquet").read_bytes()[:60]))
 
 
+@pytest.mark.slow
 def test_a_tfds_set_is_read_with_the_names_of_its_classes(tmp_path: Path) -> None:
     import tensorflow_datasets as tfds
 

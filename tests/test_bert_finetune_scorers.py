@@ -20,6 +20,7 @@ RNG = np.random.default_rng(0)
 # --- classes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("classes", [2, 3, 7])
 def test_class_scores_are_those_of_scikit_learn(classes: int) -> None:
     for n in (1, 2, 5, 40):
@@ -148,6 +149,7 @@ def _changed(tags: list[list[str]], prefixes: str) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["", "iob1", "iob2", "iobes"])
 def test_entity_scores_are_those_of_seqeval(scheme: str, seqeval) -> None:
     """Both readings, on tags that mostly break the scheme."""

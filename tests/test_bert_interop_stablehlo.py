@@ -33,6 +33,7 @@ def call(folder, batch):
     return jax.jit(model.call)(params, *(jnp.asarray(batch[name], jnp.int32) for name in probe.INPUTS))
 
 
+@pytest.mark.slow
 def test_batch_and_length_are_free_and_a_row_of_padding_is_finite(exported):
     params, config, folder = exported
     batch = padded_rows(config, (17, 9, 0), 17)
@@ -60,6 +61,7 @@ def test_the_lines_of_the_card_run_in_a_program_that_knows_nothing_of_ours(expor
     assert done.stdout == "(1, 2)\n", done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["choice", "span"])
 def test_a_head_is_part_of_the_program(tmp_path, kind):
     params, config, tokenizer = tuned(HEADS[kind])

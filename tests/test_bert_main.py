@@ -81,6 +81,7 @@ def test_help_loads_no_library_that_takes_long():
     assert done.stdout.splitlines()[-1] == "[]", time.process_time() - began
 
 
+@pytest.mark.slow
 def test_pretrain_prints_the_figures_alone_on_standard_output(work):
     (line,) = (work / "out").read_text().splitlines()
     assert json.loads(line)["n/nsp"] > 0
@@ -128,6 +129,7 @@ def test_json_has_no_word_for_what_is_not_finite(work, bert, monkeypatch):
     assert code == 0 and json.loads(out, parse_constant=pytest.fail) == {"loss": None, "baselines": {"a": [None, 1.5]}}
 
 
+@pytest.mark.slow
 def test_export_then_import_gives_a_run_with_the_same_figures(work, bert, tmp_path):
     code, out, _ = bert("export", work / "run", tmp_path / "hf")
     assert code == 0 and out == f"{tmp_path / 'hf'}\n"
@@ -183,6 +185,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(bert, tmp_path, monkeypatch, a
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_mistakes_with_a_run_at_hand(work, bert, tmp_path):
     run_file = work / "launch" / "tiny.toml"
     for arguments, message in (
@@ -205,6 +208,7 @@ def test_a_folder_that_cannot_be_written_is_told_without_a_traceback(work, bert,
     assert code == 2 and err.startswith("error: ") and str(tmp_path / "file") in err
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_the_program_quietly(work):
     command = [sys.executable, "-m", "bert_jax.main", "verify", str(work / "run")]
     read, write = os.pipe()

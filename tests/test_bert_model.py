@@ -88,6 +88,7 @@ def packed(parts: Batch, lengths: list[int], order: list[int]) -> Batch:
     return row
 
 
+@pytest.mark.slow
 def test_a_packed_row_gives_each_sequence_what_it_gets_alone() -> None:
     lengths = [5, 4, 6]
     parts = padded(lengths)
@@ -107,6 +108,7 @@ def test_a_packed_row_gives_each_sequence_what_it_gets_alone() -> None:
         start += n
 
 
+@pytest.mark.slow
 def test_padding_length_and_padding_ids_change_nothing() -> None:
     """C030, C050: the mask comes from sequence ids; a padding slot may hold any token."""
     short = {k: v[:, :8] if v.shape[1:] == (16,) else v for k, v in padded([6, 8]).items()}
@@ -221,6 +223,7 @@ def test_half_precision_is_near_float32_with_float32_parameters_and_logits(dtype
     np.testing.assert_allclose(half["mlm_logits_BPV"][..., :101], single["mlm_logits_BPV"][..., :101], atol=0.02)
 
 
+@pytest.mark.slow
 def test_dropout_gives_the_same_loss_in_parts_of_the_batch_and_another_for_another_key() -> None:
     batch = padded([16, 10, 7, 4])
     step = jax.jit(loss, compiler_options=QUICK)

@@ -46,6 +46,7 @@ def phase_1(tmp_path_factory):
     return folder, config, pretrain(config)
 
 
+@pytest.mark.slow
 def test_the_run_folder_holds_what_the_design_says(phase_1):
     folder, config, _ = phase_1
     run = folder / "run"
@@ -65,6 +66,7 @@ def test_the_run_folder_holds_what_the_design_says(phase_1):
     assert [r["step"] for r in read_records(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 6]
 
 
+@pytest.mark.slow
 def test_licence_and_language_of_a_recipe_reach_checkpoint_and_model_card(tmp_path):
     text = "\n\n".join(" ".join(tiny_run.VOCAB[5 + i :]) for i in range(4))
     (tmp_path / "a.txt").write_text(text + "\n")

@@ -80,6 +80,7 @@ def test_the_same_features_give_the_same_model_in_float32_too(monkeypatch):
     np.testing.assert_allclose(narrow(x), first(x), atol=2e-3)
 
 
+@pytest.mark.slow
 def test_a_probe_reads_what_the_text_says(run, tmp_path, capsys):
     """The label follows from one word of the text; random encoders keep words apart, so a probe finds it."""
     task = tiny_finetune.task(tmp_path, train=60, dev=14)

@@ -114,6 +114,7 @@ def test_the_import_command_enlarges_and_the_run_exports(model, tmp_path, capsys
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_pretraining_starts_with_more_of_all_three_than_its_checkpoint_has(tmp_path):
     """A run file with longer rows, a third segment and data prepared with two tokens more."""
     old = tiny_run.tokenizer()

@@ -136,6 +136,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_end_is_the_same(straight, t
     ]
 
 
+@pytest.mark.slow
 def test_when_no_checkpoint_can_be_used_the_run_does_not_start_afresh(straight, tmp_path):
     run = stopped_copy(straight, tmp_path)
     run.go(3)
@@ -144,6 +145,7 @@ def test_when_no_checkpoint_can_be_used_the_run_does_not_start_afresh(straight, 
         run.go()
 
 
+@pytest.mark.slow
 def test_a_save_cut_off_before_any_was_complete_starts_afresh_and_says_so(straight, tmp_path, capsys):
     (tmp_path / "run" / "checkpoints" / "5" / "state").mkdir(parents=True)
     (tmp_path / "run" / "metrics.jsonl").write_text('{"split": "train", "step": 5, "loss": 1.0}\n')

@@ -110,6 +110,7 @@ def test_a_folder_without_a_name_is_not_the_current_one(write, name):
         load_run(write(""), [f"--{name}", ""])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [(["--train.setps", "9"], "train.steps"), (["--train.steps", "many"], "many"), (["--mesh.preset", "x"], "fsdp")],

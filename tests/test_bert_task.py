@@ -52,6 +52,7 @@ def loss(task):
     return run
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_of_the_logits(task, params, batch, loss):
     names = ("input_ids", "token_type_ids", "position_ids", "sequence_ids", "masked_lm_positions", "cls_positions")
     out = jax.jit(task.model.apply)({"params": params}, *(batch[k] for k in names))

@@ -46,6 +46,7 @@ def run(base, tmp_path_factory):
     return folder / "run", found
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_keeps_what_it_needs(run):
     folder, found = run
     (training,) = found["trainings"]
@@ -71,6 +72,7 @@ def test_the_best_step_is_kept_and_of_equals_the_earlier(run):
     assert checkpoints.locate(best_of(folder))[1] == best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "batch_size"), [(1, 4), (1, 13), (8, 16)])
 def test_every_example_is_scored_once_whatever_the_batch(run, devices, batch_size):
     """C001: 13 rows at batch sizes that do not divide them, on 1 and on 8 devices."""

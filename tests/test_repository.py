@@ -200,6 +200,7 @@ assert importlib.util.find_spec("torch") is None and importlib.util.find_spec("j
     )
 
 
+@pytest.mark.slow
 def test_everything_imports_without_torch_and_tensorflow(tmp_path):
     found = python(
         """

@@ -84,6 +84,7 @@ def copy_of_two(two_steps, tmp_path):
     return Path(shutil.copytree(two_steps, tmp_path / "checkpoints"))
 
 
+@pytest.mark.slow
 def test_what_is_saved_comes_back_bit_for_bit(two_steps):
     checkpoints = Checkpoints(two_steps, KEEP_ALL)
     expected = make_state(40)
@@ -222,6 +223,7 @@ def test_when_no_step_verifies_every_one_is_named_and_training_does_not_start_af
     checkpoints.close()
 
 
+@pytest.mark.slow
 def test_a_damaged_step_is_replaced_when_training_comes_to_it_again(copy_of_two):
     (copy_of_two / "40" / "data" / "metadata").write_bytes(b"")
     checkpoints = Checkpoints(copy_of_two, CheckpointConfig(keep_last=2))
@@ -403,6 +405,7 @@ def test_a_metric_of_another_name_does_not_count(tmp_path):
     assert step_folders.metric_of(tmp_path / "2", "bleu") == 0.4 and step_folders.metric_of(tmp_path / "2", "x") is None
 
 
+@pytest.mark.slow
 def test_the_best_step_can_be_named(tmp_path):
     policy = CheckpointConfig(keep_last=9, best_metric="bleu", best_is="highest")
     save_steps(tmp_path, 1, 2, 3, 4, config=policy, metrics={1: 20.0, 2: 25.5, 3: 25.5})
@@ -422,6 +425,7 @@ def test_a_policy_that_keeps_nothing_is_refused(tmp_path):
         Checkpoints(tmp_path, CheckpointConfig(every=-1))
 
 
+@pytest.mark.slow
 def test_the_best_step_is_kept_over_a_restart_and_metrics_may_come_later(tmp_path):
     config = CheckpointConfig(keep_last=1, keep_best=1)
     save_steps(tmp_path, 1, 2, 3, config=config, metrics={1: 2.0, 2: 1.0, 3: float("nan")})
@@ -542,6 +546,7 @@ def killed(tmp_path_factory):
     return folders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_kill_at_any_moment_of_a_save_leaves_a_step_to_go_on_from(killed, moment, tmp_path):
     """C015, C097: and training then saves the step it was killed in, whatever stands in its place."""
@@ -589,6 +594,7 @@ def no_space(*arguments, **keywords):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["starting", "committing", "digesting"])
 def test_a_full_disk_is_one_clear_error_and_the_earlier_step_stays(tmp_path, monkeypatch, where):
     """C072: the error comes once, from `save`, `check`, `wait` or `close`; the caller may stop, or try again."""

@@ -109,6 +109,7 @@ def test_a_traced_site_gives_the_masks_of_the_same_number() -> None:
     np.testing.assert_array_equal(traced(jnp.uint32(9)), mask((2, 8), 0.5, site=9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_the_backward_pass_uses_the_same_mask_without_having_kept_it(generator: dropout.Generator) -> None:
     x = jax.random.normal(jax.random.key(1), (4, 64))

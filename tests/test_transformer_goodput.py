@@ -90,6 +90,7 @@ def test_a_fall_back_to_an_older_checkpoint_loses_what_several_processes_did():
     assert parts == pytest.approx(22.0)
 
 
+@pytest.mark.slow
 def test_the_table_of_a_run_with_a_stop_adds_up_to_the_time_that_passed(tmp_path, monkeypatch, capsys):
     make_mesh = sharding.make_mesh
     monkeypatch.setattr(sharding, "make_mesh", lambda config: make_mesh(config, jax.devices()[:1]))

@@ -69,6 +69,7 @@ def test_all_know_all_names_and_one_port(address):
         links.say_goodbye(exit_codes.DONE)
 
 
+@pytest.mark.slow
 def test_who_is_missing_is_told_to_all_that_came(address):
     """C077"""
     zero, two = together(process(address, 4, 0, limit=2.0), process(address, 4, 2, limit=2.0))

@@ -78,6 +78,7 @@ def assert_each_row_once(run_dir, first_step=1):
         assert sorted(epoch) == list(range(tiny_hosts.ROWS))
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(alone, two):
     """C026, C032, C091: losses to 1e-5, each row once though there is one source, all 7 held-out rows, one page."""
     processes, run_dir = two

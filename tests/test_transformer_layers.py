@@ -124,6 +124,7 @@ def test_causal_attention_is_attention_over_what_came_before_in_the_sequence() -
     assert not np.asarray(weights)[1][:, np.triu(np.ones((6, 6), bool), 1)].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_row_that_may_attend_to_nothing_is_finite_and_leaves_the_others_alone(dtype: str) -> None:
     """C027"""

@@ -69,6 +69,7 @@ def test_scanning_and_recomputing_change_no_number_with_dropout_on(changes: dict
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4), gradient, unrolled[1])
 
 
+@pytest.mark.slow
 def test_scanned_half_precision_is_near_float32(unrolled: tuple[Any, Any]) -> None:
     value, _ = value_and_gradient(encoder(layers="scanned", dtype="bfloat16"))
     assert float(value) == pytest.approx(float(unrolled[0]), rel=0.03)
@@ -80,6 +81,7 @@ def test_parameters_lie_by_layer_in_either_form() -> None:
     assert jax.tree.map(jnp.shape, nn.meta.unbox(scanned)) == jax.tree.map(jnp.shape, PARAMS)
 
 
+@pytest.mark.slow
 def test_every_dropout_site_of_a_pass_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     sites = []
     keep_mask = dropout.keep_mask
@@ -95,6 +97,7 @@ def test_every_dropout_site_of_a_pass_is_its_own(monkeypatch: pytest.MonkeyPatch
     assert sorted(sites) == list(range(1, 1 + SITES_PER_LAYER * CONFIG.num_hidden_layers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"layers": "scanned"}, {"remat": "full"}], ids=str)
 def test_attention_maps_are_there_only_when_asked_for(changes: dict) -> None:
     module = encoder(**changes)
@@ -109,6 +112,7 @@ def test_attention_maps_are_there_only_when_asked_for(changes: dict) -> None:
     np.testing.assert_allclose(plain, y_BLH, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_remat_keeps_what_its_policy_names() -> None:
     def kept(remat: str) -> int:
         """Elements held between the passes, parameters aside."""

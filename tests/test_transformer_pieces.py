@@ -51,6 +51,7 @@ def test_ids_are_in_marians_layout(tagged):
     assert tagged.decode([*tagged.encode("hello world"), tagged.eos_id, tagged.pad_id]) == "hello world"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["bpe", "unigram"])
 def test_the_pieces_are_the_same_every_time_and_in_every_process(model):
     code = (

@@ -287,6 +287,7 @@ def test_googles_own_name_of_a_v5e_is_known():
     assert pod("v5litepod-16") == pod("v5e-16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make,text",
     [(failing_steps.ends_natively, "crashed with signal 6"), (failing_steps.refuses, "mesh data=3 asks for 3 devices")],

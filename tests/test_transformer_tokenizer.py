@@ -90,7 +90,8 @@ def wide_vocabulary() -> list[str]:
     return [*CONTROL_TOKENS, *chars, *("##" + c for c in chars), "ab", "a##b"]
 
 
-@pytest.mark.parametrize("lowercase", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("lowercase", [True, False])
 def test_every_code_point_in_three_contexts_has_the_library_s_ids(lowercase: bool) -> None:
     """C033: alone, after a space, and within a word; all assigned planes, the others by samples."""
     points = [*range(0xD800), *range(0xE000, 0x32000), *range(0x32000, 0x110000, 251), *range(0xE0000, 0xE0200)]
@@ -135,6 +136,7 @@ def wide(config: WordPieceConfig) -> tuple[WordPiece, tokenizers.Tokenizer]:
     return tokenizer, library(tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entries", [0, 3, 50, 1 << 17])
 def test_ids_do_not_depend_on_the_size_of_the_cache(
     english: WordPiece, monkeypatch: pytest.MonkeyPatch, entries: int
@@ -254,6 +256,7 @@ def ids_2018(line: str, vocab: dict[str, int], lowercase: bool) -> list[int]:
     return ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["english", "cased", "chinese"])
 def test_real_text_has_the_ids_of_the_2018_algorithm(which: str, request: pytest.FixtureRequest) -> None:
     tokenizer: WordPiece = request.getfixturevalue(which)
@@ -560,6 +563,7 @@ def test_the_vocabulary_is_laid_out_as_documented() -> None:
     assert (bert_like.unk_id, bert_like.cls_id, bert_like.sep_id, bert_like.mask_id) == (100, 101, 102, 103)
 
 
+@pytest.mark.slow
 def test_merges_are_those_of_the_plain_algorithm() -> None:
     """The fast bookkeeping against counting all pairs anew at every step."""
     words = count_words(text("english", 8), WordPieceConfig())
@@ -615,6 +619,7 @@ def test_the_vocabulary_does_not_depend_on_workers_order_or_hash_seed(
     assert found.stdout.strip() == english.digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_counting_forgets_the_rarest_words_in_the_same_way(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     """C035: the table of words is bounded, whatever the corpus."""

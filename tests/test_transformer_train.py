@@ -153,6 +153,7 @@ def test_a_term_that_counts_nothing_is_zero():
     assert float(value) == 0.0 and np.isfinite(float(grad))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("clip", "expected"), [(1.0, [3 - 0.3, 4 - 0.4]), (20.0, [3 - 3.0, 4 - 4.0]), (0.0, [3 - 3.0, 4 - 4.0])]
 )
@@ -188,6 +189,7 @@ def test_means_divide_each_sum_by_its_own_count():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["default", "high", "highest"])
 def test_matrix_products_have_the_precision_asked_for(precision):
     engine = toy_engine(matmul_precision=precision)
@@ -343,6 +345,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_step_and_the_counters
     assert int(states[3].opt_state[0].updates) == 2
 
 
+@pytest.mark.slow
 def test_too_many_such_steps_in_a_row_stop_the_run(tmp_path):
     engine = toy_engine(max_nonfinite_steps=3)
     message = r"step 6: 3 steps in a row .*\(train\.max_nonfinite_steps is 3\).*learning_rate"
@@ -372,6 +375,7 @@ def test_counters_of_such_steps_survive_a_stop(tmp_path):
 # Evaluation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 8])
 def test_evaluation_scores_every_row_once_whatever_the_batch(devices):
     """C001: 13 rows at any batch size, on 1 and 8 devices."""
@@ -480,6 +484,7 @@ def test_batches_are_made_and_put_ahead_in_another_thread(tmp_path):
     assert places == {False: 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["data", "step", "save"])
 def test_an_error_leaves_no_thread_behind(tmp_path, monkeypatch, where):
     before = set(threading.enumerate())
@@ -519,6 +524,7 @@ def test_a_failed_save_stops_the_run_at_the_next_step(tmp_path, monkeypatch):
     assert reached[-1] < 10
 
 
+@pytest.mark.slow
 def test_what_is_saved_is_the_state_of_that_step(tmp_path):
     """Buffers are donated and steps run on while a save is under way: each save still holds its own step."""
     engine, data = toy_engine(), ToyData()
@@ -607,6 +613,7 @@ def test_a_signal_during_evaluation_saves_and_the_evaluation_is_made_up(tmp_path
     assert_same(copied(result.state), copied(straight.state))
 
 
+@pytest.mark.slow
 def test_an_evaluation_made_up_counts_for_the_best_checkpoint(tmp_path):
     stop, changes = Flag(), {"eval_every": 4, "eval_batch_size": 8}
     run(tmp_path, toy_engine(**changes), evaluation=StopInside(stop, 1), stop=stop)
@@ -628,6 +635,7 @@ def scores(every, values, asked, stop=None):
     return train.Validation(("bleu", "chrf"), every, score)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "steps"), [(0, {4: 1.0, 8: 3.0, 10: 2.0}), (3, {3: 1.0, 6: 3.0, 9: 2.0, 10: 2.5})])
 def test_further_figures_are_part_of_the_evaluation(tmp_path, every, steps):
     """With every evaluation of the loss, or at steps of their own; the last step has both."""
@@ -641,6 +649,7 @@ def test_further_figures_are_part_of_the_evaluation(tmp_path, every, steps):
     assert {"loss", "bleu", "chrf"} <= set(result.evaluation) and len(asked) == len(steps)
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_by_the_figure_that_is_named(tmp_path):
     """BLEU is highest at step 4, where it was worth keeping; the loss of this task falls to the end."""
     policy = {"keep_last": 1, "keep_best": 1, "best_metric": "bleu", "best_is": "highest"}
@@ -685,6 +694,7 @@ def test_a_record_is_there_before_its_checkpoint(tmp_path, monkeypatch):
     assert seen == {4: [1, 2, 3, 4], 8: [*range(1, 9)], 10: [*range(1, 11)]}
 
 
+@pytest.mark.slow
 def test_rows_go_on_from_their_count_when_the_batch_size_changes(tmp_path):
     """C094: after 3 steps of 8 rows, steps of 4 go on from row 24; no step's number comes twice."""
     stop = Flag()

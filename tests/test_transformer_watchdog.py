@@ -34,6 +34,7 @@ def test_a_stalled_step_is_found_and_the_log_says_where(tmp_path, capfd):
     assert "in watch" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_beats_or_has_no_rhythm_is_left_alone():
     clock = Clock()
     clock.enter("step")

@@ -118,6 +118,7 @@ def unnormalised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_normaliser", as_they_stand)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unnormalised")
 def test_the_penalty_decides_between_a_short_and_a_long_end() -> None:
     """C016: with alpha 0.6 the longer of two finishes wins, with 0 the shorter."""
@@ -131,6 +132,7 @@ def test_the_penalty_decides_between_a_short_and_a_long_end() -> None:
     np.testing.assert_allclose([h.score for h in found], [-1.693, -1.823], atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unnormalised")
 @pytest.mark.parametrize("penalty", ["gnmt", "power"])
 def test_the_best_of_one_is_the_first_of_five(penalty: Any) -> None:
@@ -195,6 +197,7 @@ def test_a_beam_of_one_takes_the_likeliest_piece_until_that_is_the_end() -> None
     assert tuple(found.ids) == prefix and len(prefix) == 6 and not found.cut
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [DecodeSettings(), DecodeSettings(sample=True, n_best=4)])
 def test_finished_rows_are_frozen(settings: DecodeSettings) -> None:
     """C109: two rows that end at 3 and 9; the first is not touched again."""
@@ -211,6 +214,7 @@ def test_finished_rows_are_frozen(settings: DecodeSettings) -> None:
     assert states[-1].finished_tokens_BPT[0, 0, :5].tolist() == [2, 3, 0, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["bound", "huggingface", "ctranslate2"])
 def test_an_end_comes_at_the_least_length_and_the_limit(rule: Any) -> None:
     def table(prefix: tuple[int, ...]) -> dict[int, float]:
@@ -353,6 +357,7 @@ def test_a_model_that_never_ends_is_cut_at_the_limit() -> None:
         np.testing.assert_allclose(found.log_prob, full_log_prob(SMALL, params, given[0].ids, found.ids), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_pad_with_the_highest_score_is_never_given() -> None:
     """C071: the row of `<pad>` in the table has no say."""
     params = params_of(SMALL)
@@ -361,7 +366,8 @@ def test_pad_with_the_highest_score_is_never_given() -> None:
     assert_same(run(Decoder(SMALL, params, DecodeSettings(max_length=8), 2), sentences([5, 7])), plain)
 
 
-@pytest.mark.parametrize("longest", [20, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("longest", [20, 60])
 def test_a_sentence_does_not_depend_on_its_neighbours(longest: int) -> None:
     """C003: 40 lines of 1 to 60 pieces, alone, in batches of 7 and 40, shuffled, on eight devices, as they come."""
     params = params_of(SMALL)

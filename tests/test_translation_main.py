@@ -90,6 +90,7 @@ def test_help_loads_no_library_that_takes_long():
     assert done.stdout.splitlines()[-1] == "[]", time.process_time() - began
 
 
+@pytest.mark.slow
 def test_prepare_and_train_print_results_alone_on_standard_output(work):
     *report, line = (work / "out").read_text().splitlines()
     assert json.loads(line)["n/translation"] > 20
@@ -182,6 +183,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(call, tmp_path, monkeypatch, a
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_mistakes_with_a_run_at_hand(work, call, tmp_path):
     run_file = work / "launch" / "tiny.toml"
     (tmp_path / "two").write_text("a\nb\n")

@@ -89,6 +89,7 @@ def test_tables_are_counted_apart_where_they_are_apart() -> None:
     assert biased["output"] == biased["total"] - model.count_parameters(CONFIG)["total"] == VOCAB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE_3)
 def test_rows_of_table_3_that_are_sizes_have_about_the_paper_s_parameters(name: str) -> None:
     """Its figures are 1.1 to 4.2 million above the exact ones of base's kind, and 1 below for big."""
@@ -178,6 +179,7 @@ def test_a_target_position_depends_on_what_came_before_in_its_pair_and_on_its_so
         assert (by_memory[own_source] > 1e-5).all() and (by_memory[~own_source] == 0).all()
 
 
+@pytest.mark.slow
 def test_a_packed_row_gives_each_pair_what_it_gets_alone() -> None:
     three = pairs([(5, 3), (4, 6), (6, 1)])
     alone = run(rows([[pair] for pair in three], 16, 16))
@@ -190,6 +192,7 @@ def test_a_packed_row_gives_each_pair_what_it_gets_alone() -> None:
         start += n
 
 
+@pytest.mark.slow
 def test_padding_length_and_padding_ids_change_nothing() -> None:
     """C030: the masks come from sequence ids; a padding slot may hold any piece."""
     short, long = padded([(6, 3), (9, 5)]), padded([(6, 3), (9, 5)], source=14, target=13)

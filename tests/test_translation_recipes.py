@@ -53,6 +53,7 @@ def test_a_tfds_recipe_names_the_command_that_makes_the_set(path, tmp_path, monk
     assert said is not None and said[0] in path.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language", ["de", "fr", "zh"])
 def test_the_bundled_splits_share_no_sentence_and_hold_no_faults(language):
     recipe = pairs.load_recipe(DATA / f"pairs_en_{language}.toml")

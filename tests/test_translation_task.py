@@ -100,6 +100,7 @@ def test_the_loss_does_not_depend_on_the_amount_of_padding(longer: int) -> None:
     assert long[2]["translation"] == short[2]["translation"] == 4
 
 
+@pytest.mark.slow
 def test_the_loss_does_not_depend_on_the_padding_of_the_table() -> None:
     """C061: 101 pieces padded to 128, or not at all."""
     task = make(vocab_multiple=1)
@@ -114,6 +115,7 @@ def fillers(batch: dict[str, Any], count: int) -> dict[str, Any]:
     return {k: np.concatenate([v, np.zeros((count, *v.shape[1:]), v.dtype)]) for k, v in batch.items()}
 
 
+@pytest.mark.slow
 def test_filler_rows_have_no_influence() -> None:
     """C027: rows that are all padding add nothing to loss, counts or gradients, and nothing becomes NaN."""
     total, sums, counts, gradients = run(PACKED)

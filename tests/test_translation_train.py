@@ -58,6 +58,7 @@ def assert_same(a, b):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.array(x), np.array(y)), a, b)
 
 
+@pytest.mark.slow
 def test_the_run_folder_holds_what_other_commands_need(straight):
     folder, config, result, _ = straight
     run = folder / "run"

@@ -64,6 +64,7 @@ def text(seed: int, words: int) -> str:
     return " ".join(tiny.WORDS[i] for i in rng.integers(0, len(tiny.WORDS), words))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_blank_lines_stay_blank_and_in_place(batch_size: int) -> None:
     """C017: seven lines with blank ones at 1, 4 and 7, one of three spaces, no final newline."""
@@ -125,6 +126,7 @@ def test_splits_come_after_sentences_then_before_words() -> None:
     assert translating.split([0, 0], 2, vocab) == [[0, 0]]
 
 
+@pytest.mark.slow
 def test_the_first_lines_come_out_before_the_last_is_read() -> None:
     given = iter(range(100_000))
     read = []
