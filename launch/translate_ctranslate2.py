@@ -1,13 +1,15 @@
 """Translate lines with an exported CTranslate2 folder: nothing of this project is needed, only its two libraries.
 
-python launch/translate_ctranslate2.py FOLDER < source.txt > translations.txt
+python launch/translate_ctranslate2.py FOLDER [--beam 4] [--length-penalty 0.5] < source.txt > translations.txt
 
-One line in gives one line out, blank ones too. What is beyond MOST_PIECES of a line is dropped, and said so. A line may
-begin with a tag of the model's vocabulary, such as >>de<<, which is one piece.
+One line in gives one line out, blank ones too. What is beyond MOST_PIECES of a line is dropped, and said so; so is a
+line that is longer than what the model was trained on, whose end may be lost. A line may begin with a tag of the
+model's vocabulary, such as >>de<<, which is one piece.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import re
@@ -26,9 +28,17 @@ VOCABULARIES = ("shared_vocabulary.json", "source_vocabulary.json")
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        raise SystemExit(__doc__)
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="written by export --format ctranslate2")
+    parser.add_argument("--beam", type=int, default=4, metavar="N", help="beam size (default: 4)")
+    parser.add_argument(
+        "--length-penalty",
+        type=float,
+        metavar="X",
+        help="scores are divided by length^X (default: what the folder's config.json has, or 1)",
+    )
+    options = parser.parse_args()
+    folder = options.folder
     missing = [name for name in ("model.bin", "source.spm", "target.spm") if not (folder / name).is_file()]
     if missing:
         raise SystemExit(f"error: {folder} has no {' and no '.join(missing)}; name a folder of --format ctranslate2")
@@ -36,6 +46,9 @@ def main() -> None:
     target = sentencepiece.SentencePieceProcessor(model_file=str(folder / "target.spm"))
     (listed,) = (folder / name for name in VOCABULARIES if (folder / name).is_file())
     tags = set(filter(re.compile(r">>[^<]*<<").fullmatch, json.loads(listed.read_text(encoding="utf-8"))))
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    penalty = settings.get("length_penalty", 1.0) if options.length_penalty is None else options.length_penalty
+    trained = settings.get("max_source_length", MOST_PIECES)
     translator = ctranslate2.Translator(str(folder), device="cpu")
     numbered: Iterable[tuple[int, bytes]] = enumerate(sys.stdin.buffer, 1)
     while chunk := list(itertools.islice(iter(numbered), LINES_AT_ONCE)):
@@ -48,9 +61,16 @@ def main() -> None:
             pieces.append(tag + source.encode(text.removeprefix(first) if tag else text, out_type=str))
             if len(pieces[-1]) > MOST_PIECES:
                 print(f"line {number}: cut after {MOST_PIECES} of its {len(pieces[-1])} pieces", file=sys.stderr)
+            elif len(pieces[-1]) >= trained:  # which counts </s>
+                said = f"{len(pieces[-1])} pieces, more than the {trained - 1} that the model was trained on"
+                print(f"line {number}: {said}; cut it into sentences", file=sys.stderr)
         try:
             results = translator.translate_batch(
-                pieces, beam_size=4, max_batch_size=BATCH_SIZE, max_input_length=MOST_PIECES
+                pieces,
+                beam_size=options.beam,
+                length_penalty=penalty,
+                max_batch_size=BATCH_SIZE,
+                max_input_length=MOST_PIECES,
             )
         except RuntimeError as e:  # a model with fewer positions than lines have pieces
             raise SystemExit(f"error: lines {chunk[0][0]} to {chunk[-1][0]}: {e}") from None

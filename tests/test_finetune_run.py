@@ -257,6 +257,11 @@ def test_every_seed_is_a_training_of_its_own(base, tmp_path):
     assert load_finetuned(tmp_path / "run").task.train.seeds == (best["seed"],)
     losses = [t["dev"]["dev"]["loss"] for t in found["trainings"]]
     assert losses[0] != losses[1], "two seeds gave the same model"
+    whole = (tmp_path / "run" / "results.json").read_text()
+    for damaged in ("", "[]", "{}", whole[: len(whole) // 2]):
+        (tmp_path / "run" / "results.json").write_text(damaged)
+        with pytest.raises(UserError, match=r"results\.json is damaged: it does not say which training is the best"):
+            best_of(tmp_path / "run")
     (tmp_path / "run" / "results.json").unlink()  # as where it was stopped between two trainings
     with pytest.raises(UserError, match=r"those of several trainings lie apart: name .*seed0"):
         load_finetuned(tmp_path / "run")

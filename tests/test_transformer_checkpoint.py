@@ -381,6 +381,19 @@ def test_keep_policy(last, every, best, stay):
     assert ck.kept(metrics, CheckpointConfig(keep_last=last, keep_every=every, keep_best=best)) == stay
 
 
+def test_what_a_stop_left_gives_way_first():
+    """Interrupted at 21 and at 47, a run keeps what it would have kept without; until then it keeps as many."""
+    config = CheckpointConfig(every=10, keep_last=3)
+
+    def kept(*steps):
+        return ck.kept(dict.fromkeys(steps), config)
+
+    assert kept(20, 21) == {20, 21} and kept(10, 20, 21) == {10, 20, 21} and kept(10, 20, 21, 30) == {10, 20, 30}
+    assert kept(20, 30, 40, 47) == {30, 40, 47} and kept(30, 40, 47, 50) == {30, 40, 50}
+    assert kept(3, 5, 7, 8) == {5, 7, 8}, "a run that has come to no regular step yet"
+    assert step_folders.by_worth([20, 21, 30, 37], 10) == [21, 20, 30, 37]
+
+
 def test_the_best_may_be_the_highest():
     metrics = {10: 20.5, 20: 27.3, 30: 27.3, 40: None, 50: 1.0}
     policy = CheckpointConfig(keep_last=1, keep_best=1, best_metric="bleu", best_is="highest")

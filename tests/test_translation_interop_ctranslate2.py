@@ -178,7 +178,9 @@ def test_the_script_beside_the_folder_gives_a_line_for_each_line(
     both = pieces.train([a for a, _ in tiny_translation_run.pairs(60, 0)], vocab_size=44, user_symbols=[">>de<<"])
     vocabularies = Vocabularies(both, both)
     model = config(vocabularies, max_position_embeddings=256)
-    interop.export(params(model), model, vocabularies, tmp_path / "out", say=quiet)
+    interop.export(params(model), model, vocabularies, tmp_path / "out", max_source_length=7, say=quiet)
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert settings["length_penalty"] == 0.5 and settings["max_source_length"] == 7
     script = runpy.run_path(str(Path(__file__).parents[1] / "launch" / "translate_ctranslate2.py"))
     monkeypatch.setitem(script["main"].__globals__, "MOST_PIECES", 8)
     monkeypatch.setitem(script["main"].__globals__, "LINES_AT_ONCE", 2)
@@ -193,9 +195,29 @@ def test_the_script_beside_the_folder_gives_a_line_for_each_line(
     tagged = [[both.vocab[i] for i in both.encode(line.decode())] for line in lines[7:]]
     assert tagged[0][0] == ">>de<<" and tagged[1][0] != ">>xx<<"
     translator = ctranslate2.Translator(str(tmp_path / "out"), device="cpu", intra_threads=1)
-    results = translator.translate_batch(tagged, beam_size=4)
+    results = translator.translate_batch(tagged, beam_size=4, length_penalty=0.5)
     assert found[7:9] == [both.decode(map(both.vocab.index, r.hypotheses[0])) for r in results]
-    assert err.startswith("line 5: cut after 8 of its ")
+    counts = [len(both.encode(line.decode("utf-8-sig", "replace").strip("\r"))) for line in lines]
+    trained = [n for n, count in enumerate(counts, 1) if 7 <= count <= 8]
+    assert [line.split(":")[0] for line in err.splitlines()] == [f"line {n}" for n in sorted([5, *trained])]
+    assert "line 5: cut after 8 of its " in err and all(
+        f"line {n}: {counts[n - 1]} pieces, more than the 6" in err for n in trained
+    )
+    given: dict[str, Any] = {}
+
+    class Asked:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def translate_batch(self, pieces: list[list[str]], **options: Any) -> list[Any]:
+            given.update(options)
+            return translator.translate_batch(pieces)
+
+    monkeypatch.setattr(script["ctranslate2"], "Translator", Asked)
+    for arguments, penalty, beam in (([], 0.5, 4), (["--length-penalty", "1", "--beam", "2"], 1.0, 2)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"bal")))
+        monkeypatch.setattr(sys, "argv", ["script", str(tmp_path / "out"), *arguments])
+        script["main"]()
+        assert (given["length_penalty"], given["beam_size"]) == (penalty, beam)
     monkeypatch.setattr(sys, "argv", ["script", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"has no model\.bin"):
         script["main"]()

@@ -8,14 +8,16 @@ import gzip
 import io
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import tiny_translation_run
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from transformer_jax import pieces
 from transformer_jax.checkpoint import read_params
@@ -363,7 +365,7 @@ def test_a_folder_of_opus_s_form_comes_out_with_the_same_tensors(opus: Path, tmp
     again = marian.export_checkpoint(
         marian.import_folder(out, tmp_path / "second"), tmp_path / "again", say=lambda line: None
     )
-    for file in out.iterdir():
+    for file in set(out.iterdir()) - {out / "README.md"}:
         assert (again / file.name).read_bytes() == file.read_bytes(), file.name
     ctranslate2.export_checkpoint(run, tmp_path / "ct2", say=lambda line: None)
 
@@ -404,3 +406,98 @@ def test_transformers_loads_the_folder_and_gives_our_ids_and_logits(embeddings: 
     out = peer.generate(**tokenizer(TEXTS[:2], return_tensors="pt", padding=True), max_length=12)
     assert out.shape[0] == 2 and (out[:, 0] == model.target_vocab_size - 1).all()
     assert peer.generation_config.num_beams == 4 and jnp.isfinite(peer.generation_config.length_penalty)
+
+
+def test_a_link_is_not_written_through(exported: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported, tmp_path / "there")
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    with pytest.raises(UserError, match=r"link is a symbolic link; give the folder itself"):
+        export(tmp_path / "link", config(), overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "there"] and (tmp_path / "link").is_symlink()
+
+
+def changed_tensors(exported: Path, folder: Path, change: Any) -> Path:
+    shutil.copytree(exported, folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(change(tensors), folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("model.encoder.layers.0.fc1.weight", lambda x: np.round(100 * x).astype(np.int8), "holds int8, as quantised"),
+        ("model.encoder.layers.0.fc1.weight", lambda x: x * np.float32(np.nan), "intermediate/kernel.* not finite"),
+        ("model.shared.weight", lambda x: x.astype(np.float64) * 1e300, "target/embedding.* not finite"),
+        ("model.shared.weight", lambda x: np.zeros((0, x.shape[1]), x.dtype), r"has shape \(0, \d+\)"),
+        ("final_logits_bias", lambda x: x[:, :0], r"final_logits_bias has shape \(1, 0\)"),
+        ("final_logits_bias", lambda x: x.T, r"final_logits_bias has shape \(\d+, 1\); it must be \(1, "),
+    ],
+)
+def test_weights_that_are_no_model_s_are_refused(
+    exported: Path, tmp_path: Path, name: str, change: Any, message: str
+) -> None:
+    folder = changed_tensors(exported, tmp_path / "in", lambda tensors: tensors | {name: change(tensors[name])})
+    with pytest.raises(UserError, match=message):
+        marian.import_folder(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("shape", [(), (0, 16), (7,)])
+def test_a_table_of_positions_of_another_form_is_refused(exported: Path, tmp_path: Path, shape: Any) -> None:
+    name = "model.encoder.embed_positions.weight"
+    table = np.zeros(shape, np.float32)
+    folder = changed_tensors(exported, tmp_path / "in", lambda tensors: tensors | {name: table})
+    with pytest.raises(UserError, match=r"embed_positions\.weight has shape .* it must be \(positions, "):
+        marian.import_folder(folder, tmp_path / "run")
+
+
+def test_a_bias_in_bfloat16_is_read(tmp_path: Path) -> None:
+    model = config(**AS_OPUS)
+    half = {name: x.astype(ml_dtypes.bfloat16) for name, x in marian_names.to_marian(params(model), model).items()}
+    found = marian_names.from_marian(half, model)
+    bias, meant = (np.asarray(tree["output"]["bias"]) for tree in (found, params(model)))
+    assert bias.dtype == np.float32
+    np.testing.assert_allclose(bias, meant, rtol=2**-7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": "44"}, 'vocab_size is "44"; it must be a number'),
+        ({"d_model": [16]}, r"d_model is \[16\]; it must be a number"),
+        ({"activation_function": {}}, r"activation_function is \{\}; it must be a name"),
+        ({"tie_word_embeddings": "false"}, 'tie_word_embeddings is "false"; it must be true or false'),
+        ({"encoder_layers": None}, "encoder_layers is null; it must be a number"),
+    ],
+)
+def test_settings_of_another_kind_are_refused_by_name(
+    exported: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    shutil.copytree(exported, tmp_path / "in")
+    file = tmp_path / "in" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(UserError, match=message):
+        marian.import_folder(tmp_path / "in", tmp_path / "run")
+
+
+def test_an_empty_model_of_pieces_and_a_list_that_is_missing_are_refused(exported: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported, tmp_path / "in")
+    settings = tmp_path / "in" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"separate_vocabs": True}))
+    with pytest.raises(UserError, match=r"separate_vocabs = true, but there is no target_vocab\.json"):
+        marian.import_folder(tmp_path / "in", tmp_path / "run")
+    (tmp_path / "in" / "source.spm").write_bytes(b"")
+    settings.unlink()
+    with pytest.raises(UserError, match="not a SentencePiece model: the file is empty"):
+        marian.import_folder(tmp_path / "in", tmp_path / "run")
+
+
+def test_the_longest_source_of_training_and_a_card_go_with_the_model(tmp_path: Path) -> None:
+    """The length at which `translate` cuts a line is that of training, after an export and an import too."""
+    first = marian.import_folder(export(tmp_path / "out", config(), max_source_length=7), tmp_path / "run")
+    assert loading.load(first).max_source_length == 7
+    second = marian.export_checkpoint(first, tmp_path / "again", say=lambda line: None)
+    assert json.loads((second / "tokenizer_config.json").read_text())["model_max_length"] == 7
+    text = (second / "README.md").read_text()
+    assert "7 pieces" in text and "imported from | out" in text and str(tmp_path) not in text

@@ -199,9 +199,28 @@ def test_mistakes_with_a_run_at_hand(work, call, tmp_path):
         (("average", work / "run", "--last", "3", "--out", tmp_path / "x"), "fewer than --last 3"),
         (("score", tmp_path / "two", tmp_path / "one"), "has 2 lines and"),
         (("score", tmp_path / "one", tmp_path / "one", "--tokenize", "moses"), "must be one of 13a"),
+        (("train", run_file, "--train.steps", str(10**19)), f"train.steps is {10**19}"),
+        (("train", "a\0b.toml"), "cannot be read: "),
+        (("translate", work / "run", "--n-best", "6"), "raise beam_size (--beam)"),
+        (("translate", work / "run", "--top-k", "6"), "add sample (--sample)"),
+        (("translate", work / "run", "--input", tmp_path / "one", "--attention", tmp_path / "one"), "written over"),
+        (
+            ("translate", work / "run", "--output", tmp_path / "o", "--attention", f"{tmp_path}/../{tmp_path.name}/o"),
+            "is named for two things to write",
+        ),
     ):
         code, _, err = call(*arguments)
         assert code == 2 and message in err, (arguments, err)
+    assert (tmp_path / "one").read_text() == "a\n" and not (tmp_path / "o").exists()
+
+
+@pytest.mark.slow
+def test_streams_that_are_closed_are_empty_ones(work: Path) -> None:
+    program_of = [sys.executable, "-m", "transformer_jax.translation.main", "translate", str(work / "run")]
+    for closing, said in (("<&-", "0 lines in"), (">&-", "1 lines in")):
+        command = ["sh", "-c", f'echo bal | "$0" "$@" {closing}', *program_of]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0 and said in done.stderr and not done.stdout, done.stderr
 
 
 def test_no_line_is_translated_to_nothing_unless_that_is_asked_for() -> None:

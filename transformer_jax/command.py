@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import math
+import os
 import sys
 import tempfile
 import time
@@ -55,6 +56,9 @@ def main(of: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
     args, rest = of.parse_known_args(arguments)
     if rest and not args.takes_overrides:
         of.error(f"unrecognised arguments: {' '.join(rest)}")
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started the program: nothing comes in, and nothing is kept
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
     try:
         with interrupts.heard(), files_at_hand(args):
             return int(args.function(args, rest) or 0)
@@ -98,6 +102,10 @@ def files_at_hand(args: argparse.Namespace) -> Iterator[None]:
         for source in read.values():
             if target and _same(source, target):
                 raise UserError(f"{target} is read and would be written over; name another file to write")
+    targets = [x if storage.is_remote(x) else str(Path(x).resolve()) for _, x in written if x]
+    for target in targets:
+        if targets.count(target) > 1:
+            raise UserError(f"{target} is named for two things to write; name a file for each")
     for name, value in read.items():
         if storage.is_remote(value):
             setattr(args, name, str(storage.local_file(value)))

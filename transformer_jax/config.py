@@ -189,6 +189,8 @@ class TrainConfig:
                 f"train.compile_cache is {self.compile_cache!r}; it must be auto, on, off, or a folder, written with a "
                 f"slash, as in ./{self.compile_cache or 'programs'}"
             )
+        if self.steps >= 1 << 31:
+            raise ConfigError(f"train.steps is {self.steps}; it must be below 2^31, which is {1 << 31}")
         if self.seed >= 1 << 32:
             raise ConfigError(f"train.seed is {self.seed}; it must be below 2^32, which is {1 << 32}")
         if self.batch_size < 1 or self.accumulate < 1 or self.batch_size % self.accumulate:
@@ -279,10 +281,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], 1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ConfigError(f"{path}: no such file{hint}") from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{path}: cannot be read: {e}") from None
     except tomllib.TOMLDecodeError as e:
         raise ConfigError(f"{path}: not valid TOML: {e}") from None
+    except (OSError, ValueError) as e:  # ValueError: not UTF-8, or a NUL in the path
+        raise ConfigError(f"{str(path)!r}: cannot be read: {e}") from None
 
 
 def dump_toml(config: Any) -> str:

@@ -63,10 +63,16 @@ def write(
       `run_dir`.
 
     Raises:
-      UserError: `run_dir` is in use, the disk refuses, or the checkpoint reads back changed. Nothing is then left at
+      UserError: `run_dir` is in use, a parameter is not finite, the disk refuses, or the checkpoint reads back changed. Nothing is then left at
         `run_dir`.
     """
     check_unused(run_dir)
+    for name, value in flat(params).items():
+        if not np.all(np.isfinite(value)):
+            raise UserError(
+                f"{source}: {name} holds numbers that are not finite in float32; the file is damaged, or its training "
+                "diverged"
+            )
     meta = {
         "config": core.to_builtins(config),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "orbax-checkpoint")},

@@ -24,6 +24,8 @@ def check_target(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
     Raises:
       UserError: `out` is a file, or a folder in use.
     """
+    if not storage.is_remote(out) and out.is_symlink():
+        raise UserError(f"{out} is a symbolic link; give the folder itself, or another one")
     if out.is_dir():
         contents = {p.name for p in out.iterdir()}
         if overwrite and storage.UNFINISHED in contents:  # of an export that did not arrive
@@ -40,7 +42,7 @@ def check_target(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
                 f"{out} holds {hidden[0]}, which no export writes and which would be lost; export to another folder, "
                 "and copy its files here"
             )
-    elif out.exists() or (not storage.is_remote(out) and out.is_symlink()):
+    elif out.exists():
         raise UserError(f"{out} is a file; give a folder that is new or empty")
 
 

@@ -78,6 +78,8 @@ class SentencePiece:
 
         self.model, self.user_symbols = model, tuple(user_symbols)
         try:
+            if not model:
+                raise UserError("not a SentencePiece model: the file is empty")
             self._whole = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, OSError) as e:
             raise UserError(f"not a SentencePiece model: {e}") from None

@@ -68,16 +68,18 @@ def adopt(tensors: Mapping[str, np.ndarray], entries: Iterable[Entry], model: st
     """The parameter tree (float32) from tensors under their published names; tables are padded with zero rows.
 
     Raises:
-      UserError: names are missing or unknown, or a shape differs from that of its entry.
+      UserError: names are missing or unknown, a shape differs from that of its entry, or a tensor holds whole numbers.
     """
     entries = list(entries)
     check_names({e.name for e in entries}, set(tensors), "tensors", model)
+    check_floating({e.name: tensors[e.name] for e in entries})
     params: dict[str, Any] = {}
     for entry in entries:
         value = np.asarray(tensors[entry.name])
         if value.shape != entry.shape:
             raise UserError(f"tensor {entry.name} has shape {value.shape}; the configuration says {entry.shape}")
-        value = value.astype(np.float32)
+        with np.errstate(over="ignore"):  # float64 beyond float32 becomes infinite, which an import refuses
+            value = value.astype(np.float32)
         if entry.padded_rows:
             value = np.concatenate([value, np.zeros((entry.padded_rows - len(value), *value.shape[1:]), np.float32)])
         node = params
@@ -85,6 +87,16 @@ def adopt(tensors: Mapping[str, np.ndarray], entries: Iterable[Entry], model: st
             node = node.setdefault(part, {})
         node[entry.path[-1]] = np.ascontiguousarray(value.T if entry.is_kernel else value)
     return params
+
+
+def check_floating(tensors: Mapping[str, np.ndarray]) -> None:
+    """UserError that names a tensor of whole numbers."""
+    whole = sorted(name for name, value in tensors.items() if value.dtype.kind in "biu")
+    if whole:
+        raise UserError(
+            f"{whole[0]} holds {tensors[whole[0]].dtype}, as quantised models do (of {len(whole)} tensors); floating "
+            "point alone can be read: export the model in float32, float16 or bfloat16"
+        )
 
 
 def flatten(tree: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -14,7 +14,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -101,12 +101,14 @@ def step_folders(root: Path) -> list[int]:
 def kept(metrics: Mapping[int, float | None], config: CheckpointConfig) -> set[int]:
     """Which of the complete steps stay: the last, every K-th, and the best by metric.
 
+    A run that was interrupted keeps what it would have kept without: see `by_worth`.
+
     Args:
       metrics: the metric, or None, of each complete step.
       config: the policy.
     """
     ordered = sorted(metrics)
-    stay = set(ordered[-config.keep_last :])
+    stay = set(by_worth(ordered, config.every)[-config.keep_last :])
     if config.keep_every:
         stay |= {step for step in ordered if step % config.keep_every == 0}
     if config.keep_best:
@@ -115,6 +117,16 @@ def kept(metrics: Mapping[int, float | None], config: CheckpointConfig) -> set[i
         measured = [(sign * value, age * step, step) for step, value in metrics.items() if value is not None]
         stay |= {step for _, _, step in sorted(measured)[: config.keep_best]}
     return stay
+
+
+def by_worth(steps: Sequence[int], every: int) -> list[int]:
+    """The steps in the order in which they are given up: first those that a stop left between two regular ones.
+
+    Args:
+      every: steps between regular checkpoints (`checkpoint.every`); the newest step counts as one of them.
+    """
+    newest = max(steps, default=0)
+    return sorted(steps, key=lambda step: (step == newest or not every or step % every == 0, step))
 
 
 def locate(checkpoint: Path | str, step: int | None = None) -> tuple[Path, int | None]:

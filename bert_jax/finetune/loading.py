@@ -100,8 +100,13 @@ def best_of(run: str | Path) -> str:
     if not (folder / "checkpoints").is_dir():
         if not (folder / RESULTS).is_file():
             return str(run)
-        best = json.loads((folder / RESULTS).read_text(encoding="utf-8"))["best"]
-        folder = folder / best["folder"]
+        try:
+            folder = folder / json.loads((folder / RESULTS).read_text(encoding="utf-8"))["best"]["folder"]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UserError(
+                f"{folder / RESULTS} is damaged: it does not say which training is the best; name the folder of one of "
+                "them, or remove the file and give the same `finetune` command, which writes it again"
+            ) from None
     try:
         checkpoints.locate(f"{folder}@best")
     except CheckpointError:

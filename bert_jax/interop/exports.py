@@ -14,6 +14,7 @@ from bert_jax.interop.huggingface_names import Say
 from bert_jax.loading import Stored, read
 from transformer_jax import checkpoint as checkpoints
 from transformer_jax.config import UserError
+from transformer_jax.model_facts import place_name, without_places
 from transformer_jax.report import read_records
 
 Format = Literal["huggingface", "onnx", "stablehlo", "tf1", "sentence-transformers"]
@@ -81,7 +82,7 @@ def card_facts(checkpoint: str | Path, found: Stored, command: str) -> dict[str,
         if "fingerprint" in data:
             facts["data_fingerprint"] = data["fingerprint"]
         if "sources" in data:
-            facts["sources"] = ", ".join(map(_name, data["sources"]))
+            facts["sources"] = ", ".join(map(place_name, data["sources"]))
         # Which licence the model has is for who publishes it to say.
         facts["licence_of_the_text"] = data.get("license", "not stated in the recipe")
         facts["language"] = data.get("language", "")
@@ -90,7 +91,7 @@ def card_facts(checkpoint: str | Path, found: Stored, command: str) -> dict[str,
     if "imported_from" in found.meta:
         facts["imported_from"] = found.meta["imported_from"]
     elif found.meta:
-        settings = _without_places(found.meta["config"])
+        settings = without_places(found.meta["config"])
         name = Path(found.meta["config"].get("run_dir") or "BERT").name
         trained = "pretrain RUN.toml" if found.head is None else "finetune TASK.toml --from CHECKPOINT"
         facts |= {"name": name, "command": f"bert-jax {trained}", "settings": settings}
@@ -98,21 +99,6 @@ def card_facts(checkpoint: str | Path, found: Stored, command: str) -> dict[str,
         facts["metrics"] = _held_out(checkpoint, found.step)
     facts["exported_by"] = f"`{command}`"
     return facts
-
-
-def _without_places(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings without where things lay on the machine of the run, which is nobody's business."""
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            found[key] = _without_places(value)
-        elif key not in ("run_dir", "prepared", "folder"):
-            found[key] = _name(value) if isinstance(value, str) else value
-    return found
-
-
-def _name(text: str) -> str:
-    return Path(text).name if Path(text).is_absolute() else text
 
 
 def _held_out(checkpoint: str | Path, step: int | None) -> dict[str, float]:

@@ -16,7 +16,7 @@ from bert_jax.config import BertConfig
 from bert_jax.heads import HF_CLASSES, HeadConfig
 from transformer_jax import bert_encoder
 from transformer_jax.config import UserError
-from transformer_jax.published_names import Entry, adopt, check_names, dense, norm, publish
+from transformer_jax.published_names import Entry, adopt, check_names, check_floating, dense, norm, publish
 
 Say = Callable[[str], None]
 _log = logging.getLogger(__name__).info
@@ -95,12 +95,7 @@ def from_hf(
     if drawn and seed is not None:
         say(f"drawn at random with seed {seed}, since the source has none: {', '.join(drawn)}")
 
-    whole = sorted(name for name in names & found.keys() if found[name].dtype.kind in "biu")
-    if whole:
-        raise UserError(
-            f"{whole[0]} holds {found[whole[0]].dtype}, as quantised models do (of {len(whole)} tensors); floating "
-            "point alone can be read: export the model in float32, float16 or bfloat16"
-        )
+    check_floating({name: found[name] for name in names & found.keys()})
     converted = sorted({str(v.dtype) for v in found.values() if v.dtype != np.float32})
     if converted:
         say(f"converted to float32 from {', '.join(converted)}")

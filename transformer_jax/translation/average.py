@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,15 @@ from transformer_jax.config import UserError
 from transformer_jax.named_trees import flat, nest
 from transformer_jax.new_folder import check_target, new_folder
 from transformer_jax.run_file import write_config
+from transformer_jax.step_folders import by_worth
 from transformer_jax.translation import run_file
 from transformer_jax.translation.vocabularies import Vocabularies
 
+Say = Callable[[str], None]
+_log = logging.getLogger(__name__)
 
-def average(names: Sequence[str], out: str | Path, last: int = 0) -> Path:
+
+def average(names: Sequence[str], out: str | Path, last: int = 0, say: Say = _log.info) -> Path:
     """Write a run folder whose one step holds the mean of the parameters, in which every command finds a model.
 
     It has no optimizer, so training does not go on in it, but may start from it by `[init]`. One checkpoint at a time
@@ -32,6 +37,7 @@ def average(names: Sequence[str], out: str | Path, last: int = 0) -> Path:
     Args:
       names: RUN or RUN@STEP each; with `last`, one run.
       last: take this many of the newest steps of the run.
+      say: called with one line that names the steps.
 
     Returns:
       `out`.
@@ -59,6 +65,7 @@ def average(names: Sequence[str], out: str | Path, last: int = 0) -> Path:
                 total[key] += x
         steps.append(step)
     mean = {key: (x / len(names)).astype(np.float32) for key, x in total.items()}
+    say(f"the mean of {len(steps)} checkpoints, of steps {', '.join(map(str, steps))}")
     _write(
         out, mean, max(steps), first, [f"{Path(n).name.split('@')[0]}@{s}" for n, s in zip(names, steps, strict=True)]
     )
@@ -80,7 +87,9 @@ def _newest(names: Sequence[str], last: int) -> list[str]:
             f"{names[0]} has {len(there)} complete checkpoints ({listed}), fewer than --last {last}; lower it, or keep "
             "more of them with checkpoint.keep_last"
         )
-    return [f"{names[0]}@{number}" for number in there[-last:]]
+    # Not those that a stop left in between: the mean is that of a run without stops.
+    every = checkpoints.read_meta(root)[2]["config"].get("checkpoint", {}).get("every", 0)
+    return [f"{names[0]}@{number}" for number in sorted(by_worth(there, every)[-last:])]
 
 
 def _check_same(one: str, first: dict[str, Any], other: str, meta: dict[str, Any]) -> None:

@@ -79,16 +79,18 @@ class DecodeSettings:
             raise UserError(f"min_length is {self.min_length}; it must be at most max_length {self.max_length}")
         if not self.sample and self.n_best > self.beam_size:
             raise UserError(
-                f"n_best is {self.n_best}, but a beam of {self.beam_size} finds only as many; raise beam_size"
+                f"n_best is {self.n_best}, but a beam of {self.beam_size} finds only as many; raise beam_size (--beam)"
             )
         if not self.temperature > 0:
-            raise UserError(f"temperature is {self.temperature}; it must be above 0 (greedy search is beam_size 1)")
+            raise UserError(f"temperature is {self.temperature}; it must be above 0 (greedy search is a beam of 1)")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
         if not self.sample:
             for name, none in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("seed", 0)):
                 if getattr(self, name) != none:
-                    raise UserError(f"{name} is {getattr(self, name)}, but nothing is sampled; add sample, or leave it")
+                    raise UserError(
+                        f"{name} is {getattr(self, name)}, but nothing is sampled; add sample (--sample), or leave it"
+                    )
 
     @property
     def beams(self) -> int:

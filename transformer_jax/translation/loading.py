@@ -33,6 +33,12 @@ class Loaded:
     meta: dict[str, Any]
     """What the run stored beside its parameters: resolved configuration, versions."""
 
+    @property
+    def max_source_length(self) -> int:
+        """Pieces of the longest source in training, `</s>` included; positions beyond have never been trained."""
+        trained = int(self.meta["config"]["examples"]["max_source_length"])
+        return min(trained, self.config.max_position_embeddings)
+
 
 def read_vocabularies(name: str | Path) -> Vocabularies:
     """The vocabularies of a run folder, or of a folder in Marian's format.

@@ -80,7 +80,7 @@ def _add_translate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
     sub.add_argument("--input", metavar="FILE", help="lines, plain or .gz (default: standard input)")
     sub.add_argument("--output", metavar="FILE", help="where translations go (default: standard output)")
-    sub.set_defaults(writes=("output",))
+    sub.set_defaults(writes=("output", "attention"))
     numbers = (
         ("--beam", "beam_size", int, 4, "beam size; 1 is greedy search"),
         ("--alpha", "alpha", float, 0.6, "strength of the length penalty"),
@@ -199,7 +199,7 @@ def _average(args: argparse.Namespace, rest: list[str]) -> int:
 
     if len(args.checkpoints) < 2 and not args.last:
         raise UserError("one checkpoint has no mean: name several, or how many of the run's newest with --last N")
-    print(average(args.checkpoints, args.out, args.last))
+    print(average(args.checkpoints, args.out, args.last, command.say))
     return 0
 
 

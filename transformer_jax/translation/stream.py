@@ -128,9 +128,7 @@ def open_translator(checkpoint: str, settings: TranslateSettings) -> tuple[Loade
     """
     loaded = load(checkpoint)
     if not settings.max_source_length:
-        trained = int(loaded.meta["config"]["examples"]["max_source_length"])
-        most = min(trained, loaded.config.max_position_embeddings)
-        settings = dataclasses.replace(settings, max_source_length=most)
+        settings = dataclasses.replace(settings, max_source_length=loaded.max_source_length)
     mesh = sharding.make_mesh(MeshConfig())
     return loaded, Translator(loaded.config, loaded.params, loaded.vocabularies, settings, mesh)
 

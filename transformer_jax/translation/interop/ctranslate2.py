@@ -23,6 +23,7 @@ from transformer_jax.embeddings import sinusoids
 from transformer_jax.new_folder import check_target, new_folder
 from transformer_jax.pieces import EOS, UNK, SentencePiece
 from transformer_jax.translation.config import TransformerConfig
+from transformer_jax.translation.interop.card import card
 from transformer_jax.translation.interop.marian import ALPHA, probe_batch, probe_logits
 from transformer_jax.translation.vocabularies import Vocabularies
 
@@ -60,6 +61,8 @@ def export_checkpoint(
 
     found = load(checkpoint)
     options: dict[str, Any] = {"quantization": quantization, "overwrite": overwrite, "say": say}
+    options["max_source_length"] = found.max_source_length
+    options["model_card"] = card(checkpoint, found, "ctranslate2 --int8" if quantization == "int8" else "ctranslate2")
     return export(found.params, found.config, found.vocabularies, out, **options)
 
 
@@ -70,6 +73,8 @@ def export(
     out: str | Path,
     *,
     quantization: Quantization = "float32",
+    max_source_length: int | None = None,
+    model_card: str = "",
     overwrite: bool = False,
     say: Say = _warn,
 ) -> Path:
@@ -80,6 +85,8 @@ def export(
     Args:
       params: nested dict of arrays without Flax boxes, tables padded.
       quantization: "int8" keeps the matrices in 8 bits, a quarter of the size.
+      max_source_length: pieces of the longest source in training, `</s>` included; without it, the model's positions.
+      model_card: the text of README.md.
       overwrite: replace an earlier export. Any other folder that is not empty is refused.
       say: called with one line for whatever means something else there.
 
@@ -106,8 +113,13 @@ def export(
         "beam search there divides scores by length^alpha (its option length_penalty); "
         f"{ALPHA} is the nearest to our ((5 + length) / 6)^0.6 at 25 pieces"
     )
+    # CTranslate2 passes over these two of its config.json; launch/translate_ctranslate2.py goes by them.
+    spec.config.add_attribute("length_penalty", ALPHA)
+    spec.config.add_attribute("max_source_length", max_source_length or config.max_position_embeddings)
     with new_folder(out) as folder:
         spec.save(str(folder))
+        if model_card:
+            (folder / "README.md").write_text(model_card, encoding="utf-8")
         (folder / "source.spm").write_bytes(vocabularies.source.model)
         (folder / "target.spm").write_bytes(vocabularies.target.model)
         _verify(library, folder, params, config, vocabularies, quantization)

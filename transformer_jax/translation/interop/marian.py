@@ -32,6 +32,7 @@ from transformer_jax.new_folder import check_target, new_folder
 from transformer_jax.pieces import SentencePiece
 from transformer_jax.safetensors_folder import read_json, read_tensors, write_json
 from transformer_jax.translation.config import BatchesConfig, SentencePieceConfig, TransformerConfig, TranslationConfig
+from transformer_jax.translation.interop.card import card
 from transformer_jax.translation.interop.marian_names import from_marian, has_output_bias, refuse_unfit, to_marian
 from transformer_jax.translation.loading import NAMING
 from transformer_jax.translation.model import Transformer
@@ -118,6 +119,7 @@ def config_from_marian(data: Mapping[str, Any], where: str = "config.json") -> T
     missing = [names[0] for names in _FIELDS.values() if names[0] not in data and names[0] != "decoder_vocab_size"]
     if missing:
         raise UserError(f"{where}: lacks {', '.join(missing)}")
+    _check_types(data, where)
     settings = {ours: data[names[0]] for ours, names in _FIELDS.items() if names[0] in data}
     settings["target_vocab_size"] = settings.get("target_vocab_size") or data["vocab_size"]
     settings["hidden_act"] = _ACTIVATIONS.get(settings["hidden_act"], settings["hidden_act"])
@@ -140,6 +142,19 @@ def config_from_marian(data: Mapping[str, Any], where: str = "config.json") -> T
     return core.load(TransformerConfig, settings, where)
 
 
+def _check_types(data: Mapping[str, Any], where: str) -> None:
+    kinds = {"hidden_act": str, "scale_embedding": bool}
+    kind_of = {name: kinds.get(ours, float) for ours, names in _FIELDS.items() for name in names}
+    kind_of |= dict.fromkeys(("share_encoder_decoder_embeddings", "tie_word_embeddings"), bool)
+    words = {str: "a name", bool: "true or false", float: "a number"}
+    for name, kind in kind_of.items():
+        value = data.get(name)
+        if name not in data or (value is None and name == "decoder_vocab_size"):
+            continue
+        if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) != (kind is bool):
+            raise UserError(f"{where}: {name} is {json.dumps(value)[:80]}; it must be {words[kind]}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Folder:
     """What a Marian folder holds."""
@@ -147,6 +162,8 @@ class Folder:
     config: TransformerConfig
     params: dict[str, Any]
     vocabularies: Vocabularies
+    max_source_length: int | None
+    """Pieces of the longest source that the model is for, where the folder says it."""
 
 
 def is_folder(path: Path) -> bool:
@@ -175,7 +192,14 @@ def read_folder(path: str | Path) -> Folder:
         params = from_marian(tensors, config)
     except UserError as e:
         raise UserError(f"{folder}: {e}") from None
-    return Folder(config, params, vocabularies)
+    longest = _tokenizer_settings(folder).get("model_max_length")
+    known = isinstance(longest, int) and 2 <= longest <= config.max_position_embeddings
+    return Folder(config, params, vocabularies, longest if known else None)
+
+
+def _tokenizer_settings(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
+    return read_json(path) if path.is_file() else {}
 
 
 def read_vocabularies(folder: Path) -> Vocabularies:
@@ -200,6 +224,10 @@ def read_vocabularies(folder: Path) -> Vocabularies:
 
     if (folder / "target_vocab.json").exists():
         return Vocabularies(pieces("source.spm", "vocab.json"), pieces("target.spm", "target_vocab.json"))
+    if _tokenizer_settings(folder).get("separate_vocabs") is True:
+        raise UserError(
+            f"{folder}: tokenizer_config.json has separate_vocabs = true, but there is no target_vocab.json"
+        )
     source = pieces("source.spm", "vocab.json")
     same = (folder / "source.spm").read_bytes() == (folder / "target.spm").read_bytes()
     return Vocabularies(source, source if same else pieces("target.spm", "vocab.json"))
@@ -244,7 +272,10 @@ def export_checkpoint(checkpoint: str | Path, out: str | Path, *, overwrite: boo
     from transformer_jax.translation.loading import load
 
     found = load(checkpoint)
-    return export(found.params, found.config, found.vocabularies, out, overwrite=overwrite, say=say)
+    model_card = card(checkpoint, found, "marian")
+    length = found.max_source_length
+    arguments = (found.params, found.config, found.vocabularies, out)
+    return export(*arguments, max_source_length=length, model_card=model_card, overwrite=overwrite, say=say)
 
 
 def export(
@@ -253,6 +284,8 @@ def export(
     vocabularies: Vocabularies,
     out: str | Path,
     *,
+    max_source_length: int | None = None,
+    model_card: str = "",
     overwrite: bool = False,
     say: Say = _warn,
 ) -> Path:
@@ -260,6 +293,8 @@ def export(
 
     Args:
       params: nested dict of arrays without Flax boxes, tables padded.
+      max_source_length: pieces of the longest source in training, `</s>` included; without it, the model's positions.
+      model_card: the text of README.md.
       overwrite: replace an earlier export. Any other folder that is not empty is refused.
       say: called with one line for whatever means something else there.
 
@@ -279,7 +314,9 @@ def export(
         "((5 + length) / 6)^0.6 at 25 pieces"
     )
     with new_folder(out) as folder:
-        _write(folder, params, config, vocabularies)
+        _write(folder, params, config, vocabularies, max_source_length or config.max_position_embeddings)
+        if model_card:
+            (folder / "README.md").write_text(model_card, encoding="utf-8")
         _verify(folder, params, config, vocabularies)
     return out
 
@@ -298,7 +335,9 @@ def _refuse_unfit_vocabularies(vocabularies: Vocabularies) -> None:
         )
 
 
-def _write(folder: Path, params: Mapping[str, Any], config: TransformerConfig, vocabularies: Vocabularies) -> None:
+def _write(
+    folder: Path, params: Mapping[str, Any], config: TransformerConfig, vocabularies: Vocabularies, longest: int
+) -> None:
     save_file(to_marian(params, config), folder / "model.safetensors", metadata={"format": "pt"})
     settings = config_to_marian(config)
     write_json(folder / "config.json", settings)
@@ -324,7 +363,7 @@ def _write(folder: Path, params: Mapping[str, Any], config: TransformerConfig, v
         _write_vocab(folder / "target_vocab.json", target)
     tokenizer = {
         "eos_token": "</s>",
-        "model_max_length": config.max_position_embeddings,
+        "model_max_length": longest,
         "pad_token": "<pad>",
         "separate_vocabs": not vocabularies.shared_ids,
         "source_lang": None,
@@ -386,7 +425,7 @@ def import_folder(source: str | Path, run_dir: str | Path) -> Path:
     found = read_folder(source)
     sizes = max(found.config.source_vocab_size, found.config.target_vocab_size)
     tokenizer = SentencePieceConfig(vocab_size=sizes, joint=found.vocabularies.shared_ids)
-    length = min(BatchesConfig.max_source_length, found.config.max_position_embeddings)
+    length = found.max_source_length or min(BatchesConfig.max_source_length, found.config.max_position_embeddings)
     examples = BatchesConfig(max_source_length=length, max_target_length=length)
     config = TranslationConfig(
         preset=nearest_preset(found.config),

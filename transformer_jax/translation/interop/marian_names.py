@@ -111,16 +111,21 @@ def from_marian(tensors: Mapping[str, np.ndarray], config: TransformerConfig) ->
         is not 0 where `config` has none, or `<pad>` has a vector other than zero.
     """
     table, found = entries(config), dict(tensors)
+    if BIAS in found and found[BIAS].shape not in ((config.target_vocab_size,), (1, config.target_vocab_size)):
+        raise UserError(f"{BIAS} has shape {found[BIAS].shape}; it must be (1, {config.target_vocab_size})")
     for side in ("encoder", "decoder"):
         name = f"model.{side}.embed_positions.weight"
         positions_PH = found.pop(name, None)
         if positions_PH is None:
             continue
+        if positions_PH.ndim != 2 or positions_PH.shape[1] != config.hidden_size or not len(positions_PH):
+            raise UserError(f"{name} has shape {positions_PH.shape}; it must be (positions, {config.hidden_size})")
         ours_PH = sinusoids(len(positions_PH), config.hidden_size)
-        if positions_PH.shape != ours_PH.shape or not np.abs(positions_PH - ours_PH).max() <= POSITIONS_TOLERANCE:
+        if not np.abs(positions_PH - ours_PH).max() <= POSITIONS_TOLERANCE:
             raise UserError(f"{name} does not hold sinusoids; this model has no positions that are learned")
     if config.output_bias and BIAS in found:
-        found[BIAS] = np.append(np.ravel(found[BIAS])[:-1], 0)
+        published_names.check_floating({BIAS: found[BIAS]})
+        found[BIAS] = np.append(np.ravel(found[BIAS])[:-1].astype(np.float32), np.float32(0))
     elif has_output_bias(found):
         raise UserError(f"{BIAS} is not 0 everywhere but at <pad>; such a model has output_bias = true")
     else:
@@ -139,6 +144,7 @@ def from_marian(tensors: Mapping[str, np.ndarray], config: TransformerConfig) ->
             entry.path[0] == "embeddings"
             and entry.path[1] != "output"
             and entry.name in found
+            and found[entry.name].shape == entry.shape
             and np.any(found[entry.name][-1])
         ):
             raise UserError(f"{entry.name}: the last row, that of <pad>, is not zero, so the decoder would not start "
