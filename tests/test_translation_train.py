@@ -397,6 +397,17 @@ def test_the_mean_of_the_last_checkpoints_is_a_run_of_its_own(straight, tmp_path
 
 
 @pytest.mark.slow
+def test_a_stop_does_not_change_which_checkpoints_are_averaged(straight, monkeypatch, tmp_path):
+    """With a checkpoint that a stop left at 6 and at 10, the mean is that of a run without stops, and says so."""
+    run, said = straight[0] / "run", []
+    monkeypatch.setattr(checkpoint, "steps", lambda root: [4, 6, 8, 10, 12])
+    out = average([str(run)], tmp_path / "mean", last=3, say=said.append)
+    monkeypatch.undo()
+    assert checkpoint.read_params(out)[3]["averaged_from"] == ["run@4", "run@8", "run@12"]
+    assert said == ["the mean of 3 checkpoints, of steps 4, 8, 12"]
+
+
+@pytest.mark.slow
 def test_the_mean_of_equal_checkpoints_is_that_checkpoint(straight, tmp_path):
     """C074: x, x, x gives x bit for bit; shared tables are one array, so none is counted twice; a repeat is equal."""
     run = straight[0] / "run"

@@ -63,8 +63,8 @@ def write(
       `run_dir`.
 
     Raises:
-      UserError: `run_dir` is in use, a parameter is not finite, the disk refuses, or the checkpoint reads back changed. Nothing is then left at
-        `run_dir`.
+      UserError: `run_dir` is in use, a parameter is not finite, the disk refuses, or the checkpoint reads back changed.
+        Nothing is then left at `run_dir`.
     """
     check_unused(run_dir)
     for name, value in flat(params).items():
