@@ -16,7 +16,7 @@ from bert_jax.config import BertConfig
 from bert_jax.heads import HF_CLASSES, HeadConfig
 from transformer_jax import bert_encoder
 from transformer_jax.config import UserError
-from transformer_jax.published_names import Entry, adopt, check_names, check_floating, dense, norm, publish
+from transformer_jax.published_names import Entry, adopt, check_floating, check_names, dense, norm, publish
 
 Say = Callable[[str], None]
 _log = logging.getLogger(__name__).info
