@@ -82,12 +82,12 @@ def _add_translate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--output", metavar="FILE", help="where translations go (default: standard output)")
     sub.set_defaults(writes=("output", "attention"))
     numbers = (
-        ("--beam", "beam_size", int, 4, "beam size; 1 is greedy search (default: 4)"),
+        ("--beam", "beam_size", int, 4, "beam size (default: 4); 1 is greedy"),
         ("--alpha", "alpha", float, 0.6, "strength of the length penalty (default: 0.6)"),
         ("--n-best", "n_best", int, 1, "as many translations, each `line from 0 ||| text ||| score`"),
         ("--min-length", "min_length", int, 1, "pieces before a translation may end"),
         ("--max-length", "max_length", int, 0, "the most pieces of a translation"),
-        ("--max-extra", "max_extra", int, 50, "pieces a translation may have beyond its source's (default: 50)"),
+        ("--max-extra", "max_extra", int, 50, "pieces beyond the source's (default: 50)"),
         ("--temperature", "temperature", float, 1.0, "of sampling"),
         ("--top-k", "top_k", int, 0, "sample from so many pieces"),
         ("--top-p", "top_p", float, 1.0, "sample from pieces of this probability together"),
@@ -102,13 +102,13 @@ def _add_translate(sub: argparse.ArgumentParser) -> None:
         "--stop",
         choices=["bound", "huggingface", "ctranslate2"],
         default="bound",
-        help="whose rule (default: bound); docs/decoding.md says more of all settings",
+        help="whose rule (default: bound)",
     )
     sub.add_argument(
         "--long-lines",
         choices=["split", "cut"],
         default="split",
-        help="what becomes of too long lines (default: split)",
+        help="(default: split)",
     )
     sub.add_argument("--sample", action="store_true", help="draw translations in place of searching")
     sub.add_argument("--scores", action="store_true", help="the score and a tab before each translation")
