@@ -2,9 +2,9 @@
 
 python launch/translate_ctranslate2.py FOLDER [--beam 4] [--length-penalty 0.5] < source.txt > translations.txt
 
-One line in gives one line out, blank ones too. What is beyond MOST_PIECES of a line is dropped, and said so; so is a
-line that is longer than what the model was trained on, whose end may be lost. A line may begin with a tag of the
-model's vocabulary, such as >>de<<, which is one piece.
+One line in gives one line out, blank ones too. What is beyond MOST_PIECES of a line is dropped, and said so. A line
+that is longer than those of training is translated as it is, with a note: its translation may go wrong. A line may
+begin with a tag of the model's vocabulary, such as >>de<<, which is one piece.
 """
 
 from __future__ import annotations

@@ -206,6 +206,7 @@ class CheckpointConfig:
     every: int = 1000
     """Steps between checkpoints; the last step is always saved, and with 0 no other."""
     keep_last: int = 2
+    """So many of the newest steps; those that a stop left between two regular ones are given up first."""
     keep_every: int = 0
     """Also keep each step that is a multiple of this; 0 keeps none for that."""
     keep_best: int = 0

@@ -72,7 +72,7 @@ def adopt(tensors: Mapping[str, np.ndarray], entries: Iterable[Entry], model: st
     """
     entries = list(entries)
     check_names({e.name for e in entries}, set(tensors), "tensors", model)
-    check_floating({e.name: tensors[e.name] for e in entries})
+    _check_floating({e.name: tensors[e.name] for e in entries})
     params: dict[str, Any] = {}
     for entry in entries:
         value = np.asarray(tensors[entry.name])
@@ -89,7 +89,7 @@ def adopt(tensors: Mapping[str, np.ndarray], entries: Iterable[Entry], model: st
     return params
 
 
-def check_floating(tensors: Mapping[str, np.ndarray]) -> None:
+def _check_floating(tensors: Mapping[str, np.ndarray]) -> None:
     """UserError that names a tensor of whole numbers."""
     whole = sorted(name for name, value in tensors.items() if value.dtype.kind in "biu")
     if whole:

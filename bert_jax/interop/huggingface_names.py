@@ -16,7 +16,7 @@ from bert_jax.config import BertConfig
 from bert_jax.heads import HF_CLASSES, HeadConfig
 from transformer_jax import bert_encoder
 from transformer_jax.config import UserError
-from transformer_jax.published_names import Entry, adopt, check_floating, check_names, dense, norm, publish
+from transformer_jax.published_names import Entry, adopt, check_names, dense, norm, publish
 
 Say = Callable[[str], None]
 _log = logging.getLogger(__name__).info
@@ -95,15 +95,15 @@ def from_hf(
     if drawn and seed is not None:
         say(f"drawn at random with seed {seed}, since the source has none: {', '.join(drawn)}")
 
-    check_floating({name: found[name] for name in names & found.keys()})
     converted = sorted({str(v.dtype) for v in found.values() if v.dtype != np.float32})
-    if converted:
-        say(f"converted to float32 from {', '.join(converted)}")
     for number, entry in enumerate(table):
         if entry.name not in found:
             assert seed is not None
             found[entry.name] = _initial(entry, config, (seed, number))
-    return adopt(found, table, _model(head))
+    params = adopt(found, table, _model(head))
+    if converted:
+        say(f"converted to float32 from {', '.join(converted)}")
+    return params
 
 
 def _model(head: HeadConfig | None) -> str:

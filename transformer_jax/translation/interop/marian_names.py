@@ -124,8 +124,8 @@ def from_marian(tensors: Mapping[str, np.ndarray], config: TransformerConfig) ->
         if not np.abs(positions_PH - ours_PH).max() <= POSITIONS_TOLERANCE:
             raise UserError(f"{name} does not hold sinusoids; this model has no positions that are learned")
     if config.output_bias and BIAS in found:
-        published_names.check_floating({BIAS: found[BIAS]})
-        found[BIAS] = np.append(np.ravel(found[BIAS])[:-1].astype(np.float32), np.float32(0))
+        found[BIAS] = np.array(found[BIAS]).ravel()
+        found[BIAS][-1] = 0
     elif has_output_bias(found):
         raise UserError(f"{BIAS} is not 0 everywhere but at <pad>; such a model has output_bias = true")
     else:
