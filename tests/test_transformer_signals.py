@@ -10,9 +10,10 @@ import time
 import pytest
 
 from transformer_jax.signals import SAME_SECONDS, StopSignal
+from transformer_jax.supervisor import PASSED_ON
 
 PROGRAM = """
-import sys, time
+import signal, sys, time
 from transformer_jax.signals import StopSignal
 with StopSignal() as stop:
     print("ready", flush=True)
@@ -69,6 +70,19 @@ def test_a_signal_during_a_compilation_is_honoured_after_it():
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=120)
     assert (process.returncode, out) == (130, "saved after SIGINT\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("first", ["parent", "here"])
+def test_the_same_signal_by_the_other_way_after_leaving_is_no_second_one(number, first):
+    """Ctrl-C reaches parent and child; the later of the two may find the run saved and the context left."""
+    (passed_on,) = (p for p, meant in PASSED_ON.items() if meant == number)
+    here, there = (passed_on, number) if first == "parent" else (number, passed_on)
+    program = PROGRAM.format(wait=f"signal.raise_signal({int(here)})\n    {POLITE}")
+    program = program.replace('print("saved', f'signal.raise_signal({int(there)})\nprint("saved')
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (128 + number, f"ready\nsaved after {number.name}\n")
+    assert done.stderr.count("once more leaves at once") == 1 and len(done.stderr.splitlines()) == 1
 
 
 def test_handlers_are_put_back():

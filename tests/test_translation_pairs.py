@@ -1,5 +1,6 @@
 """Pairs: every format, and every way in which two sides can go apart."""
 
+import gc
 import gzip
 import json
 import tracemalloc
@@ -193,11 +194,18 @@ def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch):
         (tmp_path / "a.en").write_bytes(text)
         (tmp_path / "a.de").write_bytes(text)
         found = recipe(tmp_path, 'source = ["a.en"]', 'target = ["a.de"]')
-        tracemalloc.start()
-        assert sum(1 for _ in read(found)) == count
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
+        peaks.append(min(peak_of_reading(found, count) for _ in range(3)))  # other threads only add
     assert peaks[1] < 1.2 * peaks[0] < 1e6
+
+
+def peak_of_reading(found, count):
+    gc.collect()
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in read(found)) == count
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
