@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -245,9 +246,12 @@ def test_a_target_in_use_is_kept(tmp_path, tokenizer):
     huggingface.export(params, config, tokenizer, out, overwrite=True)
     assert load_file(out / "model.safetensors")["cls.seq_relationship.bias"].tolist() == [5, 6]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    (out / ".git").mkdir()
-    with pytest.raises(UserError, match=r"holds \.git, which no export writes"):
-        huggingface.export(params, config, tokenizer, out, overwrite=True)
+    for name in (".git", "notes.txt"):
+        (out / name).mkdir()
+        with pytest.raises(UserError, match=f"holds {re.escape(name)}, which this export does not write"):
+            huggingface.export(params, config, tokenizer, out, overwrite=True)
+        (out / name).rmdir()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
     other = tmp_path / "thesis"
     other.mkdir()
     (other / "chapter.txt").write_text("years of work")

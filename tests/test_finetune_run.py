@@ -145,6 +145,7 @@ def test_predictions_do_not_replace_the_file_that_they_are_of(run, tmp_path, mon
     ("arguments", "message"),
     [
         (("predict", "RUN", "--threshold", "0.5"), "--threshold is for questions"),
+        (("predict", "RUN", "--train.epochs", "9"), "of [train] a prediction heeds batch_size and eval_batch_size"),
         (("predict", "RUN", "."), ". is a folder; name a file"),
         (
             ("evaluate", "RUN", "--prepared", "x"),

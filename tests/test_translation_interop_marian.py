@@ -194,6 +194,12 @@ def test_a_target_in_use_is_kept(exported: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="not empty" if not overwrite else "not an earlier export"):
             export(tmp_path, config(), overwrite=overwrite)
     assert (tmp_path / "notes.txt").read_text() == "mine"
+    shutil.copytree(exported, tmp_path / "out")
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"out holds notes\.txt, which this export does not write"):
+        export(tmp_path / "out", config(), overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", "out"]
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -205,6 +211,7 @@ def test_a_target_in_use_is_kept(exported: Path, tmp_path: Path) -> None:
         ({"pad_token_id": 0}, r"pad_token_id is 0; it must be \d+ \(</s> first, <pad> last\)"),
         ({"decoder_ffn_dim": 7}, "encoder and decoder must be alike"),
         ({"model_type": "bart"}, "model_type is 'bart'"),
+        ({"max_position_embeddings": 1}, r"config\.json.*max_position_embeddings is 1; it must be at least 2"),
         ({"vocab_size": None}, "vocab_size"),
     ],
 )
@@ -217,6 +224,12 @@ def test_folders_that_this_model_cannot_be_are_refused(
     settings = {k: v for k, v in settings.items() if v is not None or k == "bos_token_id"}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match=message):
+        marian.read_folder(tmp_path)
+
+
+def test_a_folder_in_marian_s_own_format_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "model.npz").write_bytes(b"")
+    with pytest.raises(UserError, match=r"model\.npz is in Marian's own format; make a Hugging Face folder"):
         marian.read_folder(tmp_path)
 
 

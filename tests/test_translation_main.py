@@ -49,7 +49,7 @@ def work(tmp_path_factory):
     for use, count, seed in (("train", 60, 1), ("validation", 12, 2), ("test", 12, 3)):
         for side, texts in zip(("en", "de"), zip(*tiny.pairs(count, seed), strict=True), strict=True):
             (folder / "data" / f"{use}.{side}").write_text("".join(text + "\n" for text in texts), encoding="utf-8")
-    recipe = 'name = "tiny"\nsource_language = "en"\ntarget_language = "de"\n'
+    recipe = 'name = "tiny"\nlicense = "CC0-1.0"\nsource_language = "en"\ntarget_language = "de"\n'
     for use in ("train", "validation", "test"):
         recipe += f'[[sources]]\nformat = "lines"\nsource = ["{use}.en"]\ntarget = ["{use}.de"]\nuse = "{use}"\n'
     (folder / "data" / "tiny.toml").write_text(recipe)
@@ -151,6 +151,21 @@ def test_score_prints_figures_with_signatures_and_notes(call, tmp_path):
     assert code == 0 and json.loads(out)["lines"] == 2
 
 
+def test_the_card_of_an_export_names_the_licence_of_the_text(work, call, tmp_path):
+    assert call("export", work / "run", tmp_path / "out")[0] == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| licence of the text | CC0-1.0 |" in card and "| languages | en to de |" in card
+
+
+def test_a_file_of_the_run_is_not_written_over(work, call, tmp_path):
+    (tmp_path / "in").write_text("a\n")
+    before = (work / "run" / "config.toml").read_bytes()
+    for run in (work / "run", f"{work / 'run'}@2"):
+        code, _, err = call("translate", run, "--input", tmp_path / "in", "--output", work / "run" / "config.toml")
+        assert code == 2 and "config.toml is there already, in the run's own folder" in err
+    assert (work / "run" / "config.toml").read_bytes() == before
+
+
 def test_verify_names_what_is_wrong(work, call, tmp_path):
     assert call("verify", work / "run")[:2] == (0, "step 2: verified\nstep 4: verified\n")
     shutil.copytree(work / "run", tmp_path / "run")
@@ -172,6 +187,10 @@ def test_verify_names_what_is_wrong(work, call, tmp_path):
         (("report", "nowhere"), "nowhere: not a run folder"),
         (("verify", "nowhere"), "nowhere: no such folder"),
         (("verify", "nowhere", "--fast"), "unrecognised arguments: --fast"),
+        (("translate", "nowhere", "--nbest", "2"), "unrecognised arguments: --nbest 2; did you mean --n-best?"),
+        (("translate", "nowhere", "--sample", "--beam", "3"), "--beam is of searching"),
+        (("translate", "nowhere", "--alpha", "1e300"), "alpha is 1e+300; it must be between -10 and 10"),
+        (("translate", "nowhere", "--attention", "/proc/page.html"), "/proc: no file can be made there"),
         (("trian",), "invalid choice: 'trian'"),
         ((), "COMMAND"),
     ],
@@ -193,6 +212,10 @@ def test_mistakes_with_a_run_at_hand(work, call, tmp_path):
         (("train", run_file, "--model.norm", "pre"), "model.norm: 'post' in the checkpoint, 'pre' now"),
         (("train", run_file, "--preset", "transformer-bas"), "did you mean `transformer-base`"),
         (("train", run_file, "--data.prepared", tmp_path / "none"), "run `transformer-jax prepare"),
+        (
+            ("train", run_file, "--model.source_vocab_size", "60", "--tokenizer.vocab_size", "60"),
+            "tokenizer.vocab_size: 44 in the prepared data, 60 now",
+        ),
         (("train", run_file, "--tokenizer.vocab_size", "60"), "tokenizer.vocab_size: 44 in the prepared data, 60 now"),
         (("train", run_file, "--validation.lines", "30"), "validation.lines is 30, and"),
         (("evaluate", f"{work / 'run'}@3"), "there is no step 3; complete steps: 2, 4"),

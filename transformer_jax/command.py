@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import errno
 import json
 import math
@@ -14,7 +15,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ def main(of: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
             return 2
     args, rest = of.parse_known_args(arguments)
     if rest and not args.takes_overrides:
-        of.error(f"unrecognised arguments: {' '.join(rest)}")
+        of.error(f"unrecognised arguments: {' '.join(rest)}{_meant(rest, args.options)}")
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by who started the program: nothing comes in, and nothing is kept
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
@@ -82,6 +83,13 @@ def main(of: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
         return 2
 
 
+def _meant(unknown: Sequence[str], options: Iterable[str]) -> str:
+    """The end of a message: the options that come nearest to the first unknown one, if any does."""
+    flag = next((a.partition("=")[0] for a in unknown if a.startswith("--")), "")
+    close = difflib.get_close_matches(flag, options, 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def parser(program: str, description: str) -> argparse.ArgumentParser:
     """The parser of a program; its help is the list of commands, which fills a screen without a section for --help."""
     made = argparse.ArgumentParser(prog=program, description=description, formatter_class=Help, add_help=False)
@@ -102,6 +110,8 @@ def files_at_hand(args: argparse.Namespace) -> Iterator[None]:
         for source in read.values():
             if target and _same(source, target):
                 raise UserError(f"{target} is read and would be written over; name another file to write")
+        if target and _in_folder_of(getattr(args, "checkpoint", "") or getattr(args, "run", ""), target):
+            raise UserError(f"{target} is there already, in the run's own folder; name another file to write")
     targets = [x if storage.is_remote(x) else str(Path(x).resolve()) for _, x in written if x]
     for target in targets:
         if targets.count(target) > 1:
@@ -130,10 +140,19 @@ def _same(one: str, other: str) -> bool:
     return Path(other).exists() and Path(one).exists() and Path(one).samefile(other)
 
 
+def _in_folder_of(checkpoint: str, target: str) -> bool:
+    """Whether a file is there and lies in the folder of the run that `checkpoint` (RUN or RUN@STEP) names."""
+    if not checkpoint or storage.is_remote(checkpoint) or storage.is_remote(target):
+        return False
+    run = Path(checkpoint) if Path(checkpoint).exists() else Path(checkpoint.rpartition("@")[0] or checkpoint)
+    return Path(target).exists() and run.resolve() in Path(target).resolve().parents
+
+
 def add(commands: Any, name: str, function: Function, summary: str, overrides: bool = False) -> argparse.ArgumentParser:
     """Add a command to the sub-parsers `commands`; with `overrides` it takes `--section.key value` too."""
     sub: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-    sub.set_defaults(function=function, takes_overrides=overrides)
+    # The options are a live view: those that are added to the command later are in it too.
+    sub.set_defaults(function=function, takes_overrides=overrides, options=sub._option_string_actions.keys())
     return sub
 
 

@@ -16,12 +16,20 @@ def check_place(target: Path) -> None:
     """Refuse a place where no file can be made, before the work whose result goes there.
 
     Raises:
-      UserError: the folder of `target` is missing, or `target` is a folder.
+      UserError: the folder of `target` is missing or takes no files, or `target` is a folder or cannot be written.
     """
     if target.is_dir():
         raise UserError(f"{target} is a folder; name a file")
     if not target.parent.is_dir():
         raise UserError(f"{target.parent}: no such folder; make it, or name a file elsewhere")
+    if target.exists():
+        if not os.access(target, os.W_OK):
+            raise UserError(f"{target} cannot be written; name another file")
+        return
+    try:
+        tempfile.TemporaryFile(dir=target.parent).close()
+    except OSError as e:
+        raise UserError(f"{target.parent}: no file can be made there ({e.strerror}); name a file elsewhere") from None
 
 
 @contextlib.contextmanager

@@ -37,11 +37,6 @@ def check_target(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
             raise UserError(f"{out} is not empty; give another folder{instead}")
         if not set(marks) <= contents:
             raise UserError(f"{out} is not an earlier export of this kind (no {' and '.join(marks)}), so it is kept")
-        if hidden := sorted(name for name in contents if name.startswith(".")):
-            raise UserError(
-                f"{out} holds {hidden[0]}, which no export writes and which would be lost; export to another folder, "
-                "and copy its files here"
-            )
     elif out.exists():
         raise UserError(f"{out} is a file; give a folder that is new or empty")
 
@@ -53,11 +48,13 @@ def new_folder(target: Path) -> Iterator[Path]:
     For a target in storage the folder is on this machine, and sent when the block ends well.
 
     Raises:
-      UserError: the disk refuses; the folder at `target` is then the one that was there before.
+      UserError: the disk refuses, or `target` holds what is not in the new folder and would be lost; the folder at
+        `target` is then the one that was there before.
     """
     if storage.is_remote(target):
         with tempfile.TemporaryDirectory() as made_here:
             yield Path(made_here)
+            _refuse_to_lose(target, Path(made_here))
             storage.send(Path(made_here), target)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -66,6 +63,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     try:
         made.mkdir()
         yield made
+        _refuse_to_lose(target, made)
         if target.exists():
             target.rename(old)
         try:
@@ -80,3 +78,14 @@ def new_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _refuse_to_lose(target: Path, made: Path) -> None:
+    """UserError if the folder to be replaced holds what the new one does not."""
+    there = {p.name for p in target.iterdir()} if target.is_dir() else set()
+    lost = sorted(there - {p.name for p in made.iterdir()})
+    if lost and storage.UNFINISHED not in there:
+        raise UserError(
+            f"{target} holds {lost[0]}, which this export does not write and which would be lost; move it away, or "
+            "export to another folder"
+        )

@@ -29,7 +29,9 @@ def read_tensors(folder: Path, model_class: str) -> dict[str, np.ndarray]:
     elif index.exists():
         files = [folder / name for name in _named_files(index)]
     else:
-        others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".h5", ".msgpack", ".index", ".pt"))
+        others = sorted(
+            p.name for p in folder.iterdir() if p.suffix in (".bin", ".h5", ".msgpack", ".index", ".pt", ".npz")
+        )
         if any(name.endswith((".bin", ".pt")) for name in others):
             raise UserError(
                 f"{folder}: the weights are a pickle ({', '.join(others)}), which can run any code when it is opened, "

@@ -110,6 +110,9 @@ def predict(
     task = override(found.task, overrides, "bert-jax predict RUN FILE") if overrides else found.task
     if (task.kind, task.labels) != (found.task.kind, found.task.labels):
         raise ConfigError("kind and labels are those that the model was trained with; they cannot be changed here")
+    sizes = {name: getattr(task.train, name) for name in ("batch_size", "eval_batch_size")}
+    if task.train != dataclasses.replace(found.task.train, **sizes):
+        raise ConfigError(f"of [train] a prediction heeds {' and '.join(sizes)} alone; leave the other keys out")
     limit = _threshold(found, threshold)
     if half := unfinished(run, found.meta):
         say(half)

@@ -1,6 +1,6 @@
 """Speed of Hugging Face's Marian model in PyTorch on the work of `translation_step.py`, on CPU. One line of JSON.
 
-    python tests/benchmarks/torch_marian.py --size base --pairs 512 --threads 1 [--data FILE.npz]
+    python tests/benchmarks/torch_marian.py --size base --threads 1 [--data FILE.npz]
 
 Batches hold sentences of near lengths, cut so that rows times the longest stays within --tokens, as toolkits do it.
 Label smoothing, dropout 0.1 on residuals and attention weights, fused AdamW. Needs torch and transformers.
@@ -57,7 +57,7 @@ def main() -> None:
                 setattr(module, name, options.dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
     batches, tokens, slots = [], [], 0
-    for group in groups_of(pairs.read(options.data, options.pairs), options.tokens):
+    for group in groups_of(pairs.read(options.data, options.pairs), options.tokens)[: options.steps]:
         source = padded([np.append(s, pairs.END) for s, _ in group], pairs.PAD)
         given = padded([np.append(pairs.PAD, t) for _, t in group], pairs.PAD)
         wanted = padded([np.append(t, pairs.END) for _, t in group], IGNORED)

@@ -1,6 +1,6 @@
 """Speed of our translation training step on CPU: real source and target tokens a second. Prints one line of JSON.
 
-    python tests/benchmarks/translation_step.py --size base --pairs 512 --threads 1 [--data FILE.npz]
+    python tests/benchmarks/translation_step.py --size base --threads 1 [--data FILE.npz]
 
 It is the engine's own compiled step with the translation task: label smoothing, dropout 0.1 on the residuals and on
 attention weights, AdamW, the check for non-finite gradients, state donated. The pairs are packed into rows as the data
@@ -78,7 +78,7 @@ def main() -> None:
     rows = [rows[i] for i in order]
     rows_a_batch = max(options.tokens // options.length, 1)
     groups = [rows[i : i + rows_a_batch] for i in range(0, len(rows), rows_a_batch)]
-    batches = [batch_of(group, options.length) for group in groups if len(group) == rows_a_batch]
+    batches = [batch_of(group, options.length) for group in groups if len(group) == rows_a_batch][: options.steps]
     tokens = [int(sum((b[f"{side}sequence_ids"] > 0).sum() for side in ("", "decoder_"))) for b in batches]
 
     layers, hidden, heads, inner = pairs.SIZES[options.size]

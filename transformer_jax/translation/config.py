@@ -74,7 +74,7 @@ class TransformerConfig(EncoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         least = {"num_decoder_layers": 1, "source_vocab_size": 0, "target_vocab_size": 0, "vocab_multiple": 1}
-        at_least(self, "", {**least, "max_position_embeddings": 1, "type_vocab_size": 1})
+        at_least(self, "", {**least, "max_position_embeddings": 2, "type_vocab_size": 1})
         if self.hidden_size % 2:
             raise ConfigError(f"hidden_size is {self.hidden_size}; sinusoids need an even one")
         sizes = {self.source_vocab_size, self.target_vocab_size} - {0}

@@ -81,8 +81,8 @@ def _add_translate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--input", metavar="FILE", help="lines, plain or .gz (default: standard input)")
     sub.add_argument("--output", metavar="FILE", help="where translations go (default: standard output)")
     sub.set_defaults(writes=("output", "attention"))
-    numbers = (
-        ("--beam", "beam_size", int, 4, "beam size (default: 4); 1 is greedy"),
+    numbers: tuple[tuple[str, str, type, float | None, str], ...] = (
+        ("--beam", "beam_size", int, None, "beam size (default: 4); 1 is greedy"),
         ("--alpha", "alpha", float, 0.6, "strength of the length penalty (default: 0.6)"),
         ("--n-best", "n_best", int, 1, "as many translations, each `line from 0 ||| text ||| score`"),
         ("--min-length", "min_length", int, 1, "pieces before a translation may end"),
@@ -177,6 +177,10 @@ def _translate(args: argparse.Namespace, rest: list[str]) -> int:
     def fields(kind: type) -> dict[str, object]:
         return {f.name: getattr(args, f.name) for f in dataclasses.fields(kind) if hasattr(args, f.name)}
 
+    if args.beam_size is None:
+        del args.beam_size
+    elif args.sample:
+        raise UserError("--beam is of searching, and --sample draws; --n-best says how many are drawn")
     decode = DecodeSettings(**fields(DecodeSettings))  # type: ignore[arg-type]
     settings = TranslateSettings(decode, **fields(TranslateSettings))  # type: ignore[arg-type]
     form: Format = "json" if args.json else "n-best" if args.n_best > 1 else "scores" if args.scores else "text"

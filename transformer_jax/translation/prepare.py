@@ -396,6 +396,7 @@ def _facts(recipe: PairRecipe, surveyed: Survey, records: Sequence[Mapping[str, 
     sides = {s: np.sum([r["pieces"][s] for r in records], axis=0).tolist() if records else [0, 0] for s in SIDES}
     return {
         "name": recipe.name,
+        "license": recipe.license,
         "languages": [recipe.source_language, recipe.target_language],
         "pairs": surveyed.counts,
         "pieces": sides,

@@ -114,6 +114,8 @@ def make_meta(config: TranslationConfig, shards: Shards, vocabularies: Vocabular
         packages=("sentencepiece",),
     )
     meta["data"]["languages"] = shards.manifest["languages"]
+    if licence := shards.manifest.get("license"):
+        meta["data"]["license"] = licence
     return meta
 
 
@@ -142,8 +144,8 @@ def train(
     # A long run reads every file once more before it trusts them: a flipped bit in a shard is another data set.
     shards = open_prepared(config, "train", check="digests")
     vocabularies = data.load_vocabularies(shards)
+    otherwise = check_prepared(config, shards, force)  # before sizes, which can differ because the data is another
     config = resolve(config, vocabularies)
-    otherwise = check_prepared(config, shards, force)
     heldout = open_prepared(config, "validation", check="digests")
     clock.start_up.enter("building")
     engine = make_engine(config, sharding.make_mesh(config.mesh))

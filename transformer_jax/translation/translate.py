@@ -189,7 +189,14 @@ class Translator:
                     parts = parts[:PARTS]
                     notes.append(f"cut after {PARTS} parts")
         start, end = self.vocabularies.source_start, self.vocabularies.source_end
-        return [[*start, *part, *end] for part in parts], notes
+        sources = [[*start, *part, *end] for part in parts]
+        decode, positions = self.settings.decode, self.decoder.config.max_position_embeddings
+        most = min((decode.limit(len(ids), positions) for ids in sources), default=positions)
+        if most < decode.min_length:
+            notes.append(
+                f"min_length is {decode.min_length}, but its translation may have {most} pieces (max_extra, max_length)"
+            )
+        return sources, notes
 
     def _split(self, ids: Sequence[int]) -> list[list[int]]:
         """A line in parts. Tags at its start are about all of it (they may name a language), so each part has them."""

@@ -180,6 +180,12 @@ def read_folder(path: str | Path) -> Folder:
     folder = storage.fetch(storage.path(path))
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
+    native = sorted(p.name for p in folder.glob("*.npz"))
+    if native and not (folder / "config.json").exists():
+        raise UserError(
+            f"{folder}: {native[0]} is in Marian's own format; make a Hugging Face folder of it first, as the script "
+            "convert_marian_to_pytorch.py of transformers 4 does"
+        )
     config = config_from_marian(read_json(folder / "config.json"), str(folder / "config.json"))
     vocabularies = read_vocabularies(folder)
     for side in ("source", "target"):
