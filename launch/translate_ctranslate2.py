@@ -37,6 +37,13 @@ def main() -> None:
         metavar="X",
         help="scores are divided by length^X (default: what the folder's config.json has, or 1)",
     )
+    parser.add_argument(
+        "--compute-type",
+        default="default",
+        metavar="KIND",
+        choices=["default", "float32", "int8"],
+        help="of the products: as the folder was written (default), float32 or int8",
+    )
     options = parser.parse_args()
     folder = options.folder
     missing = [name for name in ("model.bin", "source.spm", "target.spm") if not (folder / name).is_file()]
@@ -49,7 +56,7 @@ def main() -> None:
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     penalty = settings.get("length_penalty", 1.0) if options.length_penalty is None else options.length_penalty
     trained = settings.get("max_source_length", MOST_PIECES)
-    translator = ctranslate2.Translator(str(folder), device="cpu")
+    translator = ctranslate2.Translator(str(folder), device="cpu", compute_type=options.compute_type)
     numbered: Iterable[tuple[int, bytes]] = enumerate(sys.stdin.buffer, 1)
     while chunk := list(itertools.islice(iter(numbered), LINES_AT_ONCE)):
         pieces = []

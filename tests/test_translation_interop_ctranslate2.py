@@ -8,6 +8,7 @@ import io
 import json
 import runpy
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,39 @@ def test_the_written_model_scores_as_ours_does(
         assert "<pad>" not in json.loads((out / name).read_text(encoding="utf-8"))
 
 
-def test_an_export_that_fails_its_own_check_leaves_nothing(tmp_path: Path, ctranslate2: Any) -> None:
+def test_a_processor_that_is_wrong_in_eight_bits_is_told_and_fails_no_export(
+    tmp_path: Path, ctranslate2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those without VNNI are, with oneDNN's products: sums are lost. The file is what it should be."""
+
+    def scorer(folder: str, device: str, compute_type: str) -> Any:
+        real = ctranslate2.Translator(folder, device=device, compute_type="float32")
+
+        def score_batch(sources: Any, targets: Any) -> Any:
+            lost = 3.0 if compute_type == "int8" else 0.0
+            scored = real.score_batch(sources, targets)
+            return [types.SimpleNamespace(log_probs=[x - lost for x in result.log_probs]) for result in scored]
+
+        return types.SimpleNamespace(score_batch=score_batch)
+
+    library = types.SimpleNamespace(specs=ctranslate2.specs, Translator=scorer)
+    monkeypatch.setattr(interop, "_library", lambda: library)
+    vocabularies, said = tiny_translation_run.vocabularies(), []
+    model = config(vocabularies)
+    for quantization in ("float32", "int8"):
+        interop.export(
+            params(model), model, vocabularies, tmp_path / quantization, quantization=quantization, say=said.append
+        )
+        assert any("CT2_USE_MKL=1" in line for line in said) == (quantization == "int8")
+
+
+@pytest.mark.parametrize(("quantization", "epsilon"), [("float32", 0.3), ("int8", 10.0)])
+def test_an_export_that_fails_its_own_check_leaves_nothing(
+    tmp_path: Path, ctranslate2: Any, quantization: Any, epsilon: float
+) -> None:
     vocabularies = tiny_translation_run.vocabularies()
     model = config(vocabularies)
-    other = dataclasses.replace(model, layer_norm_eps=0.3)
+    other = dataclasses.replace(model, layer_norm_eps=epsilon)
     spec = interop._spec
 
     def wrong(library: Any, tree: Any, _: Any) -> Any:
@@ -102,7 +132,7 @@ def test_an_export_that_fails_its_own_check_leaves_nothing(tmp_path: Path, ctran
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interop, "_spec", wrong)
         with pytest.raises(UserError, match=r"failed its own check.*log-probabilities"):
-            interop.export(params(model), model, vocabularies, tmp_path / "out", say=quiet)
+            interop.export(params(model), model, vocabularies, tmp_path / "out", quantization=quantization, say=quiet)
     assert not list(tmp_path.iterdir())
 
 

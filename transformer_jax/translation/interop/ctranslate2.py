@@ -31,8 +31,10 @@ Say = Callable[[str], None]
 Quantization = Literal["float32", "int8"]
 _warn = logging.getLogger(__name__).warning
 
-TOLERANCE = {"float32": 1e-4, "int8": 1.0}
-"""Most that the log-probability of a piece of the written model may differ from ours."""
+TOLERANCE = {"float32": 1e-4, "int8": 0.5}
+"""Most that the log-probability of a piece of the written model may differ from ours, in float32 arithmetic."""
+TOLERANCE_OF_PROCESSOR = 1.0
+"""The same with 8-bit products, which round what goes into them too; beyond it there is a warning."""
 _ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_new": "GELUTanh", "swish": "SWISH"}
 
 
@@ -122,7 +124,7 @@ def export(
             (folder / "README.md").write_text(model_card, encoding="utf-8")
         (folder / "source.spm").write_bytes(vocabularies.source.model)
         (folder / "target.spm").write_bytes(vocabularies.target.model)
-        _verify(library, folder, params, config, vocabularies, quantization)
+        _verify(library, folder, params, config, vocabularies, quantization, say)
     return out
 
 
@@ -196,8 +198,13 @@ def _verify(
     config: TransformerConfig,
     vocabularies: Vocabularies,
     quantization: Quantization,
+    say: Say,
 ) -> None:
-    """Compare the log-probabilities that CTranslate2 and our model give to the pieces of made-up pairs."""
+    """Compare the log-probabilities that CTranslate2 and our model give to the pieces of made-up pairs.
+
+    What was written is judged with float32 arithmetic, for which CTranslate2 restores the matrices from their 8 bits:
+    how well a processor multiplies 8-bit numbers is no matter of the file. It is said, though, where this one does not.
+    """
     batch = probe_batch(config)
     logits_BTV = probe_logits(params, config).astype(np.float64)
     if not np.isfinite(logits_BTV).all():
@@ -215,11 +222,21 @@ def _verify(
         sources.append([vocabularies.source.vocab[i] for i in ids])
         targets.append([vocabularies.target.vocab[i] for i in labels])
         expected.append(log_p_BTV[row, np.arange(len(labels)), labels])
-    scored = library.Translator(str(folder), device="cpu", compute_type=quantization).score_batch(sources, targets)
-    for result, wanted in zip(scored, expected, strict=True):
-        gap = np.max(np.abs(np.asarray(result.log_probs)[: len(wanted)] - wanted))
-        if not gap <= TOLERANCE[quantization]:  # NaN too
-            raise UserError(
-                "export failed its own check, so nothing was written: log-probabilities of the written model differ "
-                f"by {gap:.3g}, more than {TOLERANCE[quantization]:g}"
-            )
+
+    def gap(compute_type: Quantization) -> float:
+        scorer = library.Translator(str(folder), device="cpu", compute_type=compute_type)
+        found = [np.asarray(result.log_probs) for result in scorer.score_batch(sources, targets)]
+        return max(float(np.max(np.abs(a[: len(b)] - b))) for a, b in zip(found, expected, strict=True))
+
+    own = gap("float32")
+    if not own <= TOLERANCE[quantization]:  # NaN too
+        raise UserError(
+            "export failed its own check, so nothing was written: log-probabilities of the written model differ "
+            f"by {own:.3g}, more than {TOLERANCE[quantization]:g}"
+        )
+    if quantization == "int8" and not (here := gap("int8")) <= TOLERANCE_OF_PROCESSOR:
+        say(
+            f"the 8-bit products of this processor lose sums: with them log-probabilities differ by {here:.3g}, by "
+            f'{own:.3g} with compute_type="float32". CTranslate2 does so on processors without VNNI, where it does not '
+            "use MKL; set CT2_USE_MKL=1 there, or that compute_type"
+        )
