@@ -73,13 +73,13 @@ def test_a_signal_during_a_compilation_is_honoured_after_it():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("first", ["parent", "here"])
-def test_the_same_signal_by_the_other_way_after_leaving_is_no_second_one(number, first):
+@pytest.mark.parametrize(("first", "late"), [("parent", "here"), ("here", "parent"), ("parent", "parent")])
+def test_what_comes_late_after_leaving_is_no_second_signal(number, first, late):
     """Ctrl-C reaches parent and child; the later of the two may find the run saved and the context left."""
     (passed_on,) = (p for p, meant in PASSED_ON.items() if meant == number)
-    here, there = (passed_on, number) if first == "parent" else (number, passed_on)
-    program = PROGRAM.format(wait=f"signal.raise_signal({int(here)})\n    {POLITE}")
-    program = program.replace('print("saved', f'signal.raise_signal({int(there)})\nprint("saved')
+    by = {"parent": int(passed_on), "here": int(number)}
+    program = PROGRAM.format(wait=f"signal.raise_signal({by[first]})\n    {POLITE}")
+    program = program.replace('print("saved', f'signal.raise_signal({by[late]})\nprint("saved')
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (128 + number, f"ready\nsaved after {number.name}\n")
     assert done.stderr.count("once more leaves at once") == 1 and len(done.stderr.splitlines()) == 1

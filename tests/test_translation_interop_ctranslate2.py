@@ -91,6 +91,38 @@ def test_the_written_model_scores_as_ours_does(
         assert "<pad>" not in json.loads((out / name).read_text(encoding="utf-8"))
 
 
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_score_that_is_no_number_fails_the_check(
+    tmp_path: Path, ctranslate2: Any, monkeypatch: pytest.MonkeyPatch, row: int
+) -> None:
+    def scorer(folder: str, device: str, compute_type: str) -> Any:
+        real = ctranslate2.Translator(folder, device=device, compute_type="float32")
+
+        def score_batch(sources: Any, targets: Any) -> Any:
+            scored = [list(result.log_probs) for result in real.score_batch(sources, targets)]
+            scored[row][0] = float("nan")
+            return [types.SimpleNamespace(log_probs=found) for found in scored]
+
+        return types.SimpleNamespace(score_batch=score_batch)
+
+    monkeypatch.setattr(interop, "_library", lambda: types.SimpleNamespace(specs=ctranslate2.specs, Translator=scorer))
+    vocabularies = tiny_translation_run.vocabularies()
+    model = config(vocabularies)
+    with pytest.raises(UserError, match=r"failed its own check.*differ by nan"):
+        interop.export(params(model), model, vocabularies, tmp_path / "out", say=quiet)
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_that_another_form_of_model_left_are_replaced(tmp_path: Path, ctranslate2: Any) -> None:
+    for vocabularies, changes in (
+        (tiny_translation_run.vocabularies(), {}),
+        (own_vocabularies(), {"embeddings": "separate"}),
+    ):
+        model = config(vocabularies, **changes)
+        out = interop.export(params(model), model, vocabularies, tmp_path / "out", overwrite=True, say=quiet)
+    assert {p.name for p in out.glob("*.json")} == {"config.json", "source_vocabulary.json", "target_vocabulary.json"}
+
+
 def test_a_processor_that_is_wrong_in_eight_bits_is_told_and_fails_no_export(
     tmp_path: Path, ctranslate2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,11 +195,12 @@ def test_a_target_in_use_is_kept(exported: Path, tmp_path: Path) -> None:
             export(tmp_path, config(), overwrite=overwrite)
     assert (tmp_path / "notes.txt").read_text() == "mine"
     shutil.copytree(exported, tmp_path / "out")
-    (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"out holds notes\.txt, which this export does not write"):
+    (tmp_path / "out" / "own").mkdir()
+    (tmp_path / "out" / "own" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"out holds own, which this export does not write"):
         export(tmp_path / "out", config(), overwrite=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", "out"]
-    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "out" / "own" / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_the_card_of_an_export_names_the_licence_of_the_text(work, call, tmp_pat
 def test_a_file_of_the_run_is_not_written_over(work, call, tmp_path):
     (tmp_path / "in").write_text("a\n")
     before = (work / "run" / "config.toml").read_bytes()
-    for run in (work / "run", f"{work / 'run'}@2"):
+    for run in (work / "run", f"{work / 'run'}@2", work / "run" / "checkpoints", work / "run" / "checkpoints" / "2"):
         code, _, err = call("translate", run, "--input", tmp_path / "in", "--output", work / "run" / "config.toml")
         assert code == 2 and "config.toml is there already, in the run's own folder" in err
     assert (work / "run" / "config.toml").read_bytes() == before

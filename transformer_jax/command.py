@@ -110,7 +110,11 @@ def files_at_hand(args: argparse.Namespace) -> Iterator[None]:
         for source in read.values():
             if target and _same(source, target):
                 raise UserError(f"{target} is read and would be written over; name another file to write")
-        if target and _in_folder_of(getattr(args, "checkpoint", "") or getattr(args, "run", ""), target):
+        if (
+            target
+            and not getattr(args, "overwrite", False)
+            and _in_folder_of(getattr(args, "checkpoint", "") or getattr(args, "run", ""), target)
+        ):
             raise UserError(f"{target} is there already, in the run's own folder; name another file to write")
     targets = [x if storage.is_remote(x) else str(Path(x).resolve()) for _, x in written if x]
     for target in targets:
@@ -141,10 +145,12 @@ def _same(one: str, other: str) -> bool:
 
 
 def _in_folder_of(checkpoint: str, target: str) -> bool:
-    """Whether a file is there and lies in the folder of the run that `checkpoint` (RUN or RUN@STEP) names."""
+    """Whether a file is there and lies in the folder of the run that `checkpoint` names."""
     if not checkpoint or storage.is_remote(checkpoint) or storage.is_remote(target):
         return False
     run = Path(checkpoint) if Path(checkpoint).exists() else Path(checkpoint.rpartition("@")[0] or checkpoint)
+    run = run.parent if run.name.isdigit() and run.parent.name == "checkpoints" else run
+    run = run.parent if run.name == "checkpoints" else run
     return Path(target).exists() and run.resolve() in Path(target).resolve().parents
 
 

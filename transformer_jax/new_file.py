@@ -45,6 +45,8 @@ def new_file(target: Path) -> Iterator[Path]:
             storage.send_file(Path(folder) / target.name, target)
         return
     check_place(target)
+    if target.exists() and not target.is_file():
+        raise UserError(f"{target} is a device or a pipe, whose place a file would take; name a file")
     made = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         yield made

@@ -37,15 +37,21 @@ def check_target(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
             raise UserError(f"{out} is not empty; give another folder{instead}")
         if not set(marks) <= contents:
             raise UserError(f"{out} is not an earlier export of this kind (no {' and '.join(marks)}), so it is kept")
+        # As `new_folder` refuses at the end what no export of the kind writes; of hidden files that is known before.
+        if hidden := sorted(name for name in contents if name.startswith(".")):
+            raise _loss(out, hidden[0])
     elif out.exists():
         raise UserError(f"{out} is a file; give a folder that is new or empty")
 
 
 @contextlib.contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
+def new_folder(target: Path, replaces: tuple[str, ...] = ()) -> Iterator[Path]:
     """A folder beside `target` that takes its place when the block ends well, and is gone when it does not.
 
     For a target in storage the folder is on this machine, and sent when the block ends well.
+
+    Args:
+      replaces: files that an earlier folder of the kind may have and this one need not.
 
     Raises:
       UserError: the disk refuses, or `target` holds what is not in the new folder and would be lost; the folder at
@@ -54,7 +60,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     if storage.is_remote(target):
         with tempfile.TemporaryDirectory() as made_here:
             yield Path(made_here)
-            _refuse_to_lose(target, Path(made_here))
+            _refuse_to_lose(target, Path(made_here), replaces)
             storage.send(Path(made_here), target)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +69,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     try:
         made.mkdir()
         yield made
-        _refuse_to_lose(target, made)
+        _refuse_to_lose(target, made, replaces)
         if target.exists():
             target.rename(old)
         try:
@@ -80,12 +86,23 @@ def new_folder(target: Path) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _refuse_to_lose(target: Path, made: Path) -> None:
+def _refuse_to_lose(target: Path, made: Path, replaces: tuple[str, ...]) -> None:
     """UserError if the folder to be replaced holds what the new one does not."""
-    there = {p.name for p in target.iterdir()} if target.is_dir() else set()
-    lost = sorted(there - {p.name for p in made.iterdir()})
+    there = _contents(target) if target.is_dir() else set()
+    lost = sorted(there - _contents(made) - set(replaces))
     if lost and storage.UNFINISHED not in there:
-        raise UserError(
-            f"{target} holds {lost[0]}, which this export does not write and which would be lost; move it away, or "
-            "export to another folder"
-        )
+        raise _loss(target, lost[0])
+
+
+def _contents(folder: Path) -> set[str]:
+    """Names of all files and folders within, as paths from `folder`."""
+    if storage.is_remote(folder):
+        return {*storage.files(folder), *(p.name for p in folder.iterdir())}
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*")}
+
+
+def _loss(target: Path, name: str) -> UserError:
+    return UserError(
+        f"{target} holds {name}, which this export does not write and which would be lost; move it away, or "
+        "export to another folder"
+    )

@@ -51,8 +51,9 @@ class StopSignal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            # What comes late by the other way is the signal that is being obeyed; unhandled it would end the process.
-            late = self._received is not None and (number in PASSED_ON) not in self._ways
+            # What the parent passes on late, and what comes here after it has, is the signal that is being obeyed;
+            # unhandled it would end the process.
+            late = self._received is not None and (number in PASSED_ON or False not in self._ways)
             signal.signal(number, signal.SIG_IGN if late else handler)
         signal.set_wakeup_fd(self._wakeup_before)
         self._writer.close()  # which ends the thread, once it has read what came

@@ -78,7 +78,7 @@ def export(
         "opset": f"{onnx_graph.OPSET} (ONNX), float32",
         "use": _use(outputs_of(head), head),
     }
-    with new_folder(out) as folder:
+    with new_folder(out, ("model_int8.onnx",)) as folder:
         _save(onnx, model, folder / "model.onnx")
         gap = _verify(folder / "model.onnx", batch, expected)
         facts["checked"] = (

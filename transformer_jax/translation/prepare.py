@@ -97,6 +97,7 @@ def prepare(
         "shard_mb": config.data.shard_mb,
         "max_unknown_rate": config.data.max_unknown_rate,
         "texts": list(texts),
+        "about": {"name": recipe.name, "license": recipe.license},
     }
     key = _digest([made_from["version"], made_from["recipe"], made_from["cleaning"]])
 
@@ -396,7 +397,6 @@ def _facts(recipe: PairRecipe, surveyed: Survey, records: Sequence[Mapping[str, 
     sides = {s: np.sum([r["pieces"][s] for r in records], axis=0).tolist() if records else [0, 0] for s in SIDES}
     return {
         "name": recipe.name,
-        "license": recipe.license,
         "languages": [recipe.source_language, recipe.target_language],
         "pairs": surveyed.counts,
         "pieces": sides,

@@ -114,7 +114,7 @@ def make_meta(config: TranslationConfig, shards: Shards, vocabularies: Vocabular
         packages=("sentencepiece",),
     )
     meta["data"]["languages"] = shards.manifest["languages"]
-    if licence := shards.manifest.get("license"):
+    if licence := shards.manifest.get("made_from", {}).get("about", {}).get("license"):
         meta["data"]["license"] = licence
     return meta
 

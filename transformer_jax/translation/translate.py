@@ -191,7 +191,7 @@ class Translator:
         start, end = self.vocabularies.source_start, self.vocabularies.source_end
         sources = [[*start, *part, *end] for part in parts]
         decode, positions = self.settings.decode, self.decoder.config.max_position_embeddings
-        most = min((decode.limit(len(ids), positions) for ids in sources), default=positions)
+        most = min((decode.limit(len(ids), positions) for ids in sources), default=decode.min_length)
         if most < decode.min_length:
             notes.append(
                 f"min_length is {decode.min_length}, but its translation may have {most} pieces (max_extra, max_length)"

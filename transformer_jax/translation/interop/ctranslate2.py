@@ -35,6 +35,7 @@ TOLERANCE = {"float32": 1e-4, "int8": 0.5}
 """Most that the log-probability of a piece of the written model may differ from ours, in float32 arithmetic."""
 TOLERANCE_OF_PROCESSOR = 1.0
 """The same with 8-bit products, which round what goes into them too; beyond it there is a warning."""
+OWN_FILES = ("README.md", "shared_vocabulary.json", "source_vocabulary.json", "target_vocabulary.json")
 _ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_new": "GELUTanh", "swish": "SWISH"}
 
 
@@ -118,7 +119,7 @@ def export(
     # CTranslate2 passes over these two of its config.json; launch/translate_ctranslate2.py goes by them.
     spec.config.add_attribute("length_penalty", ALPHA)
     spec.config.add_attribute("max_source_length", max_source_length or config.max_position_embeddings)
-    with new_folder(out) as folder:
+    with new_folder(out, OWN_FILES) as folder:
         spec.save(str(folder))
         if model_card:
             (folder / "README.md").write_text(model_card, encoding="utf-8")
@@ -226,7 +227,7 @@ def _verify(
     def gap(compute_type: Quantization) -> float:
         scorer = library.Translator(str(folder), device="cpu", compute_type=compute_type)
         found = [np.asarray(result.log_probs) for result in scorer.score_batch(sources, targets)]
-        return max(float(np.max(np.abs(a[: len(b)] - b))) for a, b in zip(found, expected, strict=True))
+        return float(np.max([np.max(np.abs(a[: len(b)] - b)) for a, b in zip(found, expected, strict=True)]))
 
     own = gap("float32")
     if not own <= TOLERANCE[quantization]:  # NaN too

@@ -319,7 +319,7 @@ def export(
         f"beam search there divides scores by length^alpha; alpha is written as {ALPHA}, the nearest to our "
         "((5 + length) / 6)^0.6 at 25 pieces"
     )
-    with new_folder(out) as folder:
+    with new_folder(out, ("README.md", "target_vocab.json")) as folder:
         _write(folder, params, config, vocabularies, max_source_length or config.max_position_embeddings)
         if model_card:
             (folder / "README.md").write_text(model_card, encoding="utf-8")
