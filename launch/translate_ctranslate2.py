@@ -23,6 +23,7 @@ import sentencepiece
 LINES_AT_ONCE = 1024
 BATCH_SIZE = 64
 MOST_PIECES = 1024
+MOST_GIVEN = 256
 SPACE = "\u2581"
 VOCABULARIES = ("shared_vocabulary.json", "source_vocabulary.json")
 
@@ -78,10 +79,13 @@ def main() -> None:
                 length_penalty=penalty,
                 max_batch_size=BATCH_SIZE,
                 max_input_length=MOST_PIECES,
+                max_decoding_length=MOST_GIVEN,
             )
         except RuntimeError as e:  # a model with fewer positions than lines have pieces
             raise SystemExit(f"error: lines {chunk[0][0]} to {chunk[-1][0]}: {e}") from None
-        for result in results:
+        for (number, _), result in zip(chunk, results, strict=True):
+            if len(result.hypotheses[0]) >= MOST_GIVEN:
+                print(f"line {number}: its translation was cut after {MOST_GIVEN} pieces", file=sys.stderr)
             text = target.decode(result.hypotheses[0])
             if SPACE in text:  # a piece that only the source's model has comes back as it is
                 text = text.removeprefix(SPACE).replace(SPACE, " ")

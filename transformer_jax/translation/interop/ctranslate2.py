@@ -33,8 +33,9 @@ _warn = logging.getLogger(__name__).warning
 
 TOLERANCE = {"float32": 1e-4, "int8": 0.5}
 """Most that the log-probability of a piece of the written model may differ from ours, in float32 arithmetic."""
-TOLERANCE_OF_PROCESSOR = 1.0
-"""The same with 8-bit products, which round what goes into them too; beyond it there is a warning."""
+LOST = 3.0
+"""With 8-bit products the difference may be so many times that, since they round what goes into them too (seen: 1.1);
+where it is more, the processor loses sums (seen: 8), and there is a warning."""
 OWN_FILES = ("README.md", "shared_vocabulary.json", "source_vocabulary.json", "target_vocabulary.json")
 _ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_new": "GELUTanh", "swish": "SWISH"}
 
@@ -235,7 +236,7 @@ def _verify(
             "export failed its own check, so nothing was written: log-probabilities of the written model differ "
             f"by {own:.3g}, more than {TOLERANCE[quantization]:g}"
         )
-    if quantization == "int8" and not (here := gap("int8")) <= TOLERANCE_OF_PROCESSOR:
+    if quantization == "int8" and not (here := gap("int8")) <= LOST * own:
         say(
             f"the 8-bit products of this processor lose sums: with them log-probabilities differ by {here:.3g}, by "
             f'{own:.3g} with compute_type="float32". CTranslate2 does so on processors without VNNI, where it does not '
