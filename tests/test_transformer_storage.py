@@ -164,7 +164,10 @@ def test_an_export_in_storage_appears_when_it_is_whole_and_is_replaced_on_demand
     with pytest.raises(UserError, match="not empty"):
         check_target(target, False, ("config.json",))
     check_target(target, True, ("config.json",))
-    with new_folder(target) as folder:
+    with pytest.raises(UserError, match="holds old, which this export does not write"), new_folder(target) as folder:
+        fill(folder, **{"config.json": b"{}", "new": b"1"})
+    assert content_of(target) == {"config.json": b"{}", "old": b"1"}
+    with new_folder(target, ("old",)) as folder:
         fill(folder, **{"config.json": b"{}", "new": b"1"})
     assert content_of(target) == {"config.json": b"{}", "new": b"1"}
 
