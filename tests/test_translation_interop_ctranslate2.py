@@ -9,6 +9,7 @@ import json
 import runpy
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,21 +92,31 @@ def test_the_written_model_scores_as_ours_does(
         assert "<pad>" not in json.loads((out / name).read_text(encoding="utf-8"))
 
 
+def scoring(ctranslate2: Any, changed: Callable[[str, list[list[float]]], None]) -> Any:
+    """The library with other scores: `changed(compute_type, log-probabilities of each pair)` changes them."""
+
+    def translator(folder: str, device: str, compute_type: str) -> Any:
+        real = ctranslate2.Translator(folder, device=device, compute_type="float32")
+
+        def score_batch(sources: Any, targets: Any) -> Any:
+            found = [list(result.log_probs) for result in real.score_batch(sources, targets)]
+            changed(compute_type, found)
+            return [types.SimpleNamespace(log_probs=row) for row in found]
+
+        return types.SimpleNamespace(score_batch=score_batch)
+
+    return types.SimpleNamespace(specs=ctranslate2.specs, Translator=translator)
+
+
 @pytest.mark.parametrize("row", [0, 1])
 def test_a_score_that_is_no_number_fails_the_check(
     tmp_path: Path, ctranslate2: Any, monkeypatch: pytest.MonkeyPatch, row: int
 ) -> None:
-    def scorer(folder: str, device: str, compute_type: str) -> Any:
-        real = ctranslate2.Translator(folder, device=device, compute_type="float32")
+    def changed(compute_type: str, found: list[list[float]]) -> None:
+        found[row][0] = float("nan")
 
-        def score_batch(sources: Any, targets: Any) -> Any:
-            scored = [list(result.log_probs) for result in real.score_batch(sources, targets)]
-            scored[row][0] = float("nan")
-            return [types.SimpleNamespace(log_probs=found) for found in scored]
-
-        return types.SimpleNamespace(score_batch=score_batch)
-
-    monkeypatch.setattr(interop, "_library", lambda: types.SimpleNamespace(specs=ctranslate2.specs, Translator=scorer))
+    library = scoring(ctranslate2, changed)
+    monkeypatch.setattr(interop, "_library", lambda: library)
     vocabularies = tiny_translation_run.vocabularies()
     model = config(vocabularies)
     with pytest.raises(UserError, match=r"failed its own check.*differ by nan"):
@@ -128,17 +139,11 @@ def test_a_processor_that_is_wrong_in_eight_bits_is_told_and_fails_no_export(
 ) -> None:
     """As those without VNNI are, with oneDNN's products: sums are lost. The file is what it should be."""
 
-    def scorer(folder: str, device: str, compute_type: str) -> Any:
-        real = ctranslate2.Translator(folder, device=device, compute_type="float32")
+    def changed(compute_type: str, found: list[list[float]]) -> None:
+        if compute_type == "int8":
+            found[:] = [[x - 0.3 for x in row] for row in found]  # a few times what the 8 bits of the weights cost
 
-        def score_batch(sources: Any, targets: Any) -> Any:
-            lost = 0.3 if compute_type == "int8" else 0.0  # a few times what the 8 bits of the weights cost
-            scored = real.score_batch(sources, targets)
-            return [types.SimpleNamespace(log_probs=[x - lost for x in result.log_probs]) for result in scored]
-
-        return types.SimpleNamespace(score_batch=score_batch)
-
-    library = types.SimpleNamespace(specs=ctranslate2.specs, Translator=scorer)
+    library = scoring(ctranslate2, changed)
     monkeypatch.setattr(interop, "_library", lambda: library)
     vocabularies, said = tiny_translation_run.vocabularies(), []
     model = config(vocabularies)

@@ -84,7 +84,7 @@ def main(of: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
 
 
 def _meant(unknown: Sequence[str], options: Iterable[str]) -> str:
-    """The end of a message: the options that come nearest to the first unknown one, if any does."""
+    """The end of a message: the option that comes nearest to the first unknown one, if any does."""
     flag = next((a.partition("=")[0] for a in unknown if a.startswith("--")), "")
     close = difflib.get_close_matches(flag, options, 1)
     return f"; did you mean {close[0]}?" if close else ""

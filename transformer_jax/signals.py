@@ -34,7 +34,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self._received: int | None = None
-        self._ways: set[bool] = set()  # by which a signal came: through the parent (True), to this process (False)
+        self._came_here = False  # a signal to this process itself, not through its parent
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
@@ -53,7 +53,7 @@ class StopSignal:
         for number, handler in self._before.items():
             # What the parent passes on late, and what comes here after it has, is the signal that is being obeyed;
             # unhandled it would end the process.
-            late = self._received is not None and (number in PASSED_ON or False not in self._ways)
+            late = self._received is not None and (number in PASSED_ON or not self._came_here)
             signal.signal(number, signal.SIG_IGN if late else handler)
         signal.set_wakeup_fd(self._wakeup_before)
         self._writer.close()  # which ends the thread, once it has read what came
@@ -75,13 +75,13 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # The flag is set here too, in case a library has put its own socket in the place of ours for a while.
         self._received = self._received or PASSED_ON.get(number, number)
-        self._ways.add(number in PASSED_ON)
+        self._came_here = self._came_here or number not in PASSED_ON
 
     def _watch(self) -> None:
         with self._reader:
-            came: dict[bool, float] = {}
+            came: dict[str, float] = {}
             while numbers := self._reader.recv(1):
-                way = numbers[0] in PASSED_ON
+                way = "parent" if numbers[0] in PASSED_ON else "here"
                 number = PASSED_ON.get(numbers[0], numbers[0])
                 if number not in STOPPING:
                     continue
@@ -92,7 +92,7 @@ class StopSignal:
                     os.write(2, b"second signal: leaving at once, without saving\n")
                     os._exit(128 + number)
                 came[way] = now
-                self._ways.add(way)
+                self._came_here = "here" in came
                 if len(came) > 1:
                     continue  # the same signal, to the parent and to this process
                 self._received = self._received or number

@@ -71,7 +71,7 @@ class DecodeSettings:
         for name in ("alpha", "temperature", "top_p"):
             if not math.isfinite(getattr(self, name)):
                 raise UserError(f"{name} is {getattr(self, name)}; it must be a number")
-        if abs(self.alpha) > 10:  # the penalty of a long translation must stay a float32
+        if abs(self.alpha) > 10:  # the penalty of some thousand pieces must stay a float32
             raise UserError(f"alpha is {self.alpha}; it must be between -10 and 10")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed is {self.seed}; it must be at least 0 and below 2^32")
