@@ -1,6 +1,7 @@
 """A file that takes the place of an earlier one, and the places where none can be made."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -14,3 +15,28 @@ def test_a_pipe_is_not_replaced_by_a_file(tmp_path):
         pytest.fail("no file is to be written")
     assert (tmp_path / "pipe").is_fifo()
     check_place(tmp_path / "pipe")  # which a program that opens it may write to
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there/page")
+    for text in ("made", "made again"):
+        with new_file(tmp_path / "link") as made:
+            made.write_text(text)
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "there" / "page").read_text() == text
+    assert [p.name for p in (tmp_path / "there").iterdir()] == ["page"]
+
+
+def test_a_link_to_no_folder_is_told_before_the_work(tmp_path):
+    (tmp_path / "link").symlink_to("nowhere/page")
+    with pytest.raises(UserError, match="nowhere: no such folder"):
+        check_place(tmp_path / "link")
+
+
+def test_a_file_is_not_replaced_where_none_can_be_made():
+    """`/proc` takes no files, whoever asks, and has some that may be written."""
+    if not Path("/proc/self/comm").is_file():
+        pytest.skip("no /proc here")
+    check_place(Path("/proc/self/comm"))
+    with pytest.raises(UserError, match="no file can be made there"), new_file(Path("/proc/self/comm")):
+        pytest.fail("nothing is to be written")

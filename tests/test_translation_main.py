@@ -188,6 +188,7 @@ def test_verify_names_what_is_wrong(work, call, tmp_path):
         (("verify", "nowhere"), "nowhere: no such folder"),
         (("verify", "nowhere", "--fast"), "unrecognised arguments: --fast"),
         (("translate", "nowhere", "--nbest", "2"), "unrecognised arguments: --nbest 2; did you mean --n-best?"),
+        (("translate", "nowhere", "--beam-size", "2"), "unrecognised arguments: --beam-size 2; did you mean --beam?"),
         (("translate", "nowhere", "--sample", "--beam", "3"), "--beam is of searching"),
         (("translate", "nowhere", "--alpha", "1e300"), "alpha is 1e+300; it must be between -10 and 10"),
         (("translate", "nowhere", "--attention", "/proc/page.html"), "/proc: no file can be made there"),

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformer_jax import interrupts, storage
+from transformer_jax import interrupts, step_folders, storage
 from transformer_jax.config import UserError
 
 if TYPE_CHECKING:
@@ -86,7 +86,9 @@ def main(of: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
 def _meant(unknown: Sequence[str], options: Iterable[str]) -> str:
     """The end of a message: the option that comes nearest to the first unknown one, if any does."""
     flag = next((a.partition("=")[0] for a in unknown if a.startswith("--")), "")
-    close = difflib.get_close_matches(flag, options, 1)
+    # `--beam-size` is `--beam` said at more length, though more letters of it are in `--batch-size`.
+    longest = sorted((o for o in options if flag.startswith(f"{o}-")), key=len, reverse=True)
+    close = longest or difflib.get_close_matches(flag, options, 1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -146,12 +148,14 @@ def _same(one: str, other: str) -> bool:
 
 def _in_folder_of(checkpoint: str, target: str) -> bool:
     """Whether a file is there and lies in the folder of the run that `checkpoint` names."""
-    if not checkpoint or storage.is_remote(checkpoint) or storage.is_remote(target):
+    if not checkpoint or storage.is_remote(checkpoint) or storage.is_remote(target) or not Path(target).exists():
         return False
-    run = Path(checkpoint) if Path(checkpoint).exists() else Path(checkpoint.rpartition("@")[0] or checkpoint)
-    run = run.parent if run.name.isdigit() and run.parent.name == "checkpoints" else run
-    run = run.parent if run.name == "checkpoints" else run
-    return Path(target).exists() and run.resolve() in Path(target).resolve().parents
+    try:
+        steps, _ = step_folders.locate(checkpoint)
+    except step_folders.CheckpointError:
+        return False  # which the command says itself
+    run = steps.parent if steps.name == "checkpoints" else steps
+    return run.resolve() in Path(target).resolve().parents
 
 
 def add(commands: Any, name: str, function: Function, summary: str, overrides: bool = False) -> argparse.ArgumentParser:

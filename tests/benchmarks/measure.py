@@ -47,14 +47,21 @@ class Example(NamedTuple):
     nsp: int
 
 
+def at_least_one(text: str) -> int:
+    """The type of an option of which there must be one at least."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least 1")
+    return int(text)
+
+
 def arguments(text: str | None) -> argparse.ArgumentParser:
     """The options that all programs that train have."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="file of examples; without it they are made here")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--seq", type=int, choices=sorted(FULL_SHARE), default=128)
-    parser.add_argument("--batch", type=int, default=16, help="rows of a batch")
-    parser.add_argument("--examples", type=int, default=160, help="examples that are trained on, once, and timed")
+    parser.add_argument("--batch", type=at_least_one, default=16, help="rows of a batch")
+    parser.add_argument("--examples", type=at_least_one, default=160, help="so many are trained on, once, and timed")
     parser.add_argument("--warm", type=int, default=2, help="steps before that, not timed")
     parser.add_argument("--threads", type=int, default=0, help="of the process; 0 leaves them as they are")
     return parser

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+from measure import at_least_one
 
 VOCABULARY = 32_000
 END, PAD = 0, VOCABULARY - 1
@@ -31,9 +32,9 @@ def arguments(text: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="file of pairs; without it they are made here")
     parser.add_argument("--size", choices=SIZES, default="base")
-    parser.add_argument("--beam", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=16, help="sentences of a batch")
-    parser.add_argument("--sentences", type=int, default=64, help="sentences that are decoded, once, and timed")
+    parser.add_argument("--beam", type=at_least_one, default=4)
+    parser.add_argument("--batch", type=at_least_one, default=16, help="sentences of a batch")
+    parser.add_argument("--sentences", type=at_least_one, default=64, help="so many are decoded, once, and timed")
     parser.add_argument("--warm", type=int, default=1, help="the first batch is decoded so often before, not timed")
     parser.add_argument("--threads", type=int, default=0, help="of the process; 0 leaves them as they are")
     return parser
@@ -44,9 +45,9 @@ def training_arguments(text: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="file of pairs; without it they are made here")
     parser.add_argument("--size", choices=SIZES, default="base")
-    parser.add_argument("--pairs", type=int, default=2048, help="so many pairs are made into batches")
-    parser.add_argument("--steps", type=int, default=10, help="so many of the batches are trained on, once, and timed")
-    parser.add_argument("--tokens", type=int, default=2048, help="slots of a batch, on each side")
+    parser.add_argument("--pairs", type=at_least_one, default=2048, help="so many pairs are made into batches")
+    parser.add_argument("--steps", type=at_least_one, default=10, help="batches that are trained on, once, and timed")
+    parser.add_argument("--tokens", type=at_least_one, default=2048, help="slots of a batch, on each side")
     parser.add_argument("--warm", type=int, default=2, help="the first batch is run so often before, not timed")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--threads", type=int, default=0, help="of the process; 0 leaves them as they are")
