@@ -129,6 +129,16 @@ def test_json_has_no_word_for_what_is_not_finite(work, bert, monkeypatch):
     assert code == 0 and json.loads(out, parse_constant=pytest.fail) == {"loss": None, "baselines": {"a": [None, 1.5]}}
 
 
+def test_a_link_into_the_run_is_not_written_through(work, bert, tmp_path):
+    """`--overwrite` is for the file that is named, not for one of the run's that a link leads to."""
+    (tmp_path / "in").write_text("a\n")
+    (tmp_path / "out.npy").symlink_to(work / "run" / "config.toml")
+    before = (work / "run" / "config.toml").read_bytes()
+    code, _, err = bert("embed", work / "run", tmp_path / "in", "--out", tmp_path / "out.npy", "--overwrite")
+    assert code == 2 and "is there already, in the run's own folder" in err
+    assert (work / "run" / "config.toml").read_bytes() == before
+
+
 @pytest.mark.slow
 def test_export_then_import_gives_a_run_with_the_same_figures(work, bert, tmp_path):
     code, out, _ = bert("export", work / "run", tmp_path / "hf")

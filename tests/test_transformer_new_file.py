@@ -1,6 +1,8 @@
 """A file that takes the place of an earlier one, and the places where none can be made."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,25 @@ def test_a_file_is_not_replaced_where_none_can_be_made():
     check_place(Path("/proc/self/comm"))
     with pytest.raises(UserError, match="no file can be made there"), new_file(Path("/proc/self/comm")):
         pytest.fail("nothing is to be written")
+    with pytest.raises(UserError, match="no file can be made there"):
+        check_place(Path("/proc/self/comm"), replaced=True)
+
+
+def test_a_link_that_leads_back_to_itself_is_told(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UserError, match="leads back to itself"):
+        check_place(tmp_path / "loop")
+
+
+def test_where_the_program_prints_no_file_is_put(tmp_path):
+    """Of `--attention /dev/stdout > FILE` the page would replace the file that the rest still goes to."""
+    code = (
+        "import sys; from pathlib import Path; from transformer_jax.new_file import check_place\n"
+        "try: check_place(Path(sys.argv[1]), replaced=True)\n"
+        "except Exception as e: print(e)"
+    )
+    for name in ("/dev/stdout", str(tmp_path / "out")):
+        with (tmp_path / "out").open("w") as out:
+            subprocess.run([sys.executable, "-c", code, name], stdout=out, check=True)
+        assert (tmp_path / "out").read_text() == f"{name} is where this program prints; name a file\n"
+    assert subprocess.check_output([sys.executable, "-c", code, "/dev/stdout"]).startswith(b"/dev/stdout is where")

@@ -213,6 +213,8 @@ def test_a_target_in_use_is_kept(exported: Path, tmp_path: Path) -> None:
         ({"decoder_ffn_dim": 7}, "encoder and decoder must be alike"),
         ({"model_type": "bart"}, "model_type is 'bart'"),
         ({"max_position_embeddings": 1}, r"config\.json.*max_position_embeddings is 1; it must be at least 2"),
+        ({"max_position_embeddings": 10**9}, r"max_position_embeddings is 1,000,000,000; it must be at most 131,072"),
+        ({"decoder_layers": 10**7}, r"decoder_layers is 10,000,000; it must be at most 1,000"),
         ({"vocab_size": None}, "vocab_size"),
     ],
 )

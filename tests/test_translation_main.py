@@ -163,7 +163,32 @@ def test_a_file_of_the_run_is_not_written_over(work, call, tmp_path):
     for run in (work / "run", f"{work / 'run'}@2", work / "run" / "checkpoints", work / "run" / "checkpoints" / "2"):
         code, _, err = call("translate", run, "--input", tmp_path / "in", "--output", work / "run" / "config.toml")
         assert code == 2 and "config.toml is there already, in the run's own folder" in err
+    for new in (work / "run" / "checkpoints" / "new", work / "run" / "checkpoints" / "2" / "new"):
+        code, _, err = call("translate", work / "run", "--input", tmp_path / "in", "--output", new)
+        assert code == 2 and "new lies among the run's checkpoints" in err
+    (tmp_path / "loop").symlink_to("loop")
+    code, _, err = call("translate", work / "run", "--input", tmp_path / "in", "--attention", tmp_path / "loop")
+    assert code == 2 and "leads back to itself" in err
     assert (work / "run" / "config.toml").read_bytes() == before
+
+
+def test_a_line_that_is_waited_for_does_not_abort_the_end():
+    """Python ends the process with SIGABRT if a thread waits in `sys.stdin` as it shuts down."""
+    code = """
+import time
+from transformer_jax.translation.main import _standard_input
+from transformer_jax.translation.stream import from_stream
+
+print(from_stream(_standard_input())(True, 1), flush=True)
+time.sleep(0.2)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdin.write(b"one\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"['one']\n"
+        assert process.wait(60) == 0 and process.stderr.read() == b""
 
 
 def test_verify_names_what_is_wrong(work, call, tmp_path):
@@ -191,6 +216,10 @@ def test_verify_names_what_is_wrong(work, call, tmp_path):
         (("translate", "nowhere", "--beam-size", "2"), "unrecognised arguments: --beam-size 2; did you mean --beam?"),
         (("translate", "nowhere", "--sample", "--beam", "3"), "--beam is of searching"),
         (("translate", "nowhere", "--alpha", "1e300"), "alpha is 1e+300; it must be between -10 and 10"),
+        (
+            ("translate", "nowhere", "--sample", "--temperature", "1e-40"),
+            "temperature is 1e-40; it must be from 0.001 to 1000 (greedy search is a beam of 1)",
+        ),
         (("translate", "nowhere", "--attention", "/proc/page.html"), "/proc: no file can be made there"),
         (("trian",), "invalid choice: 'trian'"),
         ((), "COMMAND"),

@@ -112,13 +112,10 @@ def files_at_hand(args: argparse.Namespace) -> Iterator[None]:
         for source in read.values():
             if target and _same(source, target):
                 raise UserError(f"{target} is read and would be written over; name another file to write")
-        if (
-            target
-            and not getattr(args, "overwrite", False)
-            and _in_folder_of(getattr(args, "checkpoint", "") or getattr(args, "run", ""), target)
-        ):
-            raise UserError(f"{target} is there already, in the run's own folder; name another file to write")
-    targets = [x if storage.is_remote(x) else str(Path(x).resolve()) for _, x in written if x]
+        if target:
+            run = getattr(args, "checkpoint", "") or getattr(args, "run", "")
+            _refuse_own(run, target, getattr(args, "overwrite", False))
+    targets = [x if storage.is_remote(x) else os.path.realpath(x) for _, x in written if x]
     for target in targets:
         if targets.count(target) > 1:
             raise UserError(f"{target} is named for two things to write; name a file for each")
@@ -146,16 +143,24 @@ def _same(one: str, other: str) -> bool:
     return Path(other).exists() and Path(one).exists() and Path(one).samefile(other)
 
 
-def _in_folder_of(checkpoint: str, target: str) -> bool:
-    """Whether a file is there and lies in the folder of the run that `checkpoint` names."""
-    if not checkpoint or storage.is_remote(checkpoint) or storage.is_remote(target) or not Path(target).exists():
-        return False
+def _refuse_own(checkpoint: str, target: str, overwrite: bool) -> None:
+    """UserError if a file to write is one of the run that `checkpoint` names, or would lie among its checkpoints.
+
+    With `overwrite` a file in the run's folder is replaced if it is named itself, and not by a link that leads to it.
+    """
+    if not checkpoint or storage.is_remote(checkpoint) or storage.is_remote(target):
+        return
     try:
         steps, _ = step_folders.locate(checkpoint)
     except step_folders.CheckpointError:
-        return False  # which the command says itself
-    run = steps.parent if steps.name == "checkpoints" else steps
-    return run.resolve() in Path(target).resolve().parents
+        return  # which the command says itself
+    steps, file = steps.resolve(), Path(os.path.realpath(target))
+    inner = steps.name == "checkpoints"
+    if inner and steps in file.parents:
+        raise UserError(f"{target} lies among the run's checkpoints; name a file elsewhere")
+    named = overwrite and not Path(target).is_symlink()
+    if file.exists() and not named and (steps.parent if inner else steps) in file.parents:
+        raise UserError(f"{target} is there already, in the run's own folder; name another file to write")
 
 
 def add(commands: Any, name: str, function: Function, summary: str, overrides: bool = False) -> argparse.ArgumentParser:

@@ -49,8 +49,8 @@ class Example(NamedTuple):
 
 def at_least_one(text: str) -> int:
     """The type of an option of which there must be one at least."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: at least 1")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}; it must be a whole number of at least 1")
     return int(text)
 
 

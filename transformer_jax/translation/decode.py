@@ -83,8 +83,10 @@ class DecodeSettings:
             raise UserError(
                 f"n_best is {self.n_best}, but a beam of {self.beam_size} finds only as many; raise beam_size (--beam)"
             )
-        if not self.temperature > 0:
-            raise UserError(f"temperature is {self.temperature}; it must be above 0 (greedy search is a beam of 1)")
+        if not 1e-3 <= self.temperature <= 1e3:  # scores are divided by it, and must stay float32
+            raise UserError(
+                f"temperature is {self.temperature}; it must be from 0.001 to 1000 (greedy search is a beam of 1)"
+            )
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
         if not self.sample:

@@ -6,9 +6,11 @@ Libraries are imported inside the commands, so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from transformer_jax import command, storage
 from transformer_jax.command import json_line
@@ -186,16 +188,30 @@ def _translate(args: argparse.Namespace, rest: list[str]) -> int:
     form: Format = "json" if args.json else "n-best" if args.n_best > 1 else "scores" if args.scores else "text"
     if args.input:
         Path(args.input).open("rb").close()  # what is missing is told before the model is read
-    for target in filter(None, (args.output, args.attention)):
-        check_place(Path(target))
+    if args.output:
+        check_place(Path(args.output))
+    if args.attention:
+        check_place(Path(args.attention), replaced=True)
     loaded, translator = open_translator(args.checkpoint, settings)
     with contextlib.ExitStack() as files:
-        source = files.enter_context(opened(Path(args.input))) if args.input else sys.stdin.buffer
+        source = files.enter_context(opened(Path(args.input))) if args.input else _standard_input()
         out = files.enter_context(Path(args.output).open("wb")) if args.output else sys.stdout.buffer
         done = translate_stream(loaded, translator, source, out, form, args.attention)
     rate = done.lines / max(done.seconds, 1e-9)
     command.say(f"{done.lines:,} lines in {done.seconds:.1f} s, {rate:.1f} lines/s; {done.noted:,} with notes")
     return 0
+
+
+def _standard_input() -> BinaryIO:
+    """Standard input, to be read by a thread that may still wait for a line when the program ends.
+
+    As it ends, Python takes the lock of `sys.stdin`, and aborts if a thread holds it; so the thread gets an object of
+    its own.
+    """
+    try:
+        return open(sys.stdin.fileno(), "rb", closefd=False)
+    except io.UnsupportedOperation:  # put in its place by who called
+        return sys.stdin.buffer
 
 
 def _score(args: argparse.Namespace, rest: list[str]) -> int:

@@ -73,6 +73,8 @@ _FIELDS = {
     "target_vocab_size": ("decoder_vocab_size",),
 }
 """Settings of ours and the names that Marian's configuration has for each."""
+_MOST = {"num_hidden_layers": 1000, "num_decoder_layers": 1000, "max_position_embeddings": 1 << 17}
+"""What a broken or hostile file may not exceed, since names and tables are made of these before weights are read."""
 _ACTIVATIONS = {"silu": "swish"}
 """Other names of ours; OPUS-MT's folders say swish."""
 _ARCHITECTURE = {
@@ -120,6 +122,10 @@ def config_from_marian(data: Mapping[str, Any], where: str = "config.json") -> T
     if missing:
         raise UserError(f"{where}: lacks {', '.join(missing)}")
     _check_types(data, where)
+    for ours, most in _MOST.items():
+        for name in _FIELDS[ours]:
+            if data.get(name, 0) > most:
+                raise UserError(f"{where}: {name} is {data[name]:,}; it must be at most {most:,}")
     settings = {ours: data[names[0]] for ours, names in _FIELDS.items() if names[0] in data}
     settings["target_vocab_size"] = settings.get("target_vocab_size") or data["vocab_size"]
     settings["hidden_act"] = _ACTIVATIONS.get(settings["hidden_act"], settings["hidden_act"])
